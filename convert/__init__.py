@@ -1,0 +1,1 @@
+"""From release shards to an MLX package."""

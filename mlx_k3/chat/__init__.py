@@ -1,0 +1,1 @@
+"""Tokenizer, chat format and conversation."""

@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints: names, indexes, headers, bytes. No MLX here."""

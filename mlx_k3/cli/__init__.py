@@ -1,0 +1,35 @@
+"""The ``mlx-k3`` command: one file per subcommand, one place where errors become exit codes.
+
+Nothing here imports mlx: ``mlx-k3 --help`` answers at once, and a command imports what it needs
+when it runs. Exit codes: 0 done, 2 bad input (one line, no traceback), 130 Ctrl-C.
+"""
+
+import os
+import sys
+
+import typer
+
+from ..errors import K3Error
+
+app = typer.Typer(
+    name="mlx-k3",
+    help="Run Kimi K3 on your own machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except K3Error as e:
+        print(f"mlx-k3: {e}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader of our output left (`mlx-k3 inspect | head`): nothing to report to anyone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None

@@ -1,0 +1,1 @@
+"""The model as MLX modules."""
