@@ -1,0 +1,23 @@
+"""What every test may ask for: where the reference data lie, and nothing from the user's machine."""
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The checkout's root."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """Checkpoints and operator cases with outputs of the published reference.
+
+    The whole set where it lies beside the checkout, else the part that travels with it.
+    """
+    beside = REPOSITORY.parent / "shared" / "golden"
+    return beside if beside.is_dir() else REPOSITORY / "tests" / "data" / "golden"
