@@ -7,6 +7,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import blas
 from .config import K3Config
 from .errors import BudgetError, CheckpointError, K3Error, UnsupportedError
 from .version import __version__
@@ -26,6 +27,8 @@ __all__ = [
     "load",
     "stream_generate",
 ]
+
+blas.preload()  # Before anything here can import MLX.
 
 # Imported on first use, so that `mlx-k3 --help` and K3Config need no MLX.
 _LAZY = {"load": ".loader", "generate": ".chat.session", "stream_generate": ".chat.session"}

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+import mlx_k3  # noqa: F401  # Before any test module imports mlx: this loads OpenBLAS.
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
