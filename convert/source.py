@@ -180,10 +180,11 @@ def open_source(
             flag = "--revision" if revision is not None else "--free-source"
             raise UnsupportedError(f"{src} is a local folder: {flag} works with a Hub id only")
         return FolderSource(src)
-    from .hub import HubSource, is_hub_id
+    # Imported here: a conversion from a folder needs no huggingface-hub.
+    from .hub import is_hub_id, open_hub
 
     if not is_hub_id(str(src)):
         raise CheckpointError(f"{src}: no such folder, and not a Hub id of the form org/name")
-    return HubSource(
+    return open_hub(
         str(src), revision=revision, free_source=free_source, staging=staging, progress=progress
     )

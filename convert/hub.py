@@ -1,0 +1,312 @@
+"""A model on the Hugging Face Hub as the source of a conversion.
+
+Owns the listing (one commit, from the start to the end), the staging folder that downloads go to
+and the proof that a file is intact. Knows nothing about connections (``transfer.py``) or about
+what is in the files.
+
+Headers and configuration are read by range, so a conversion can be planned in full before the
+first shard is downloaded. A shard is written to ``NAME.part`` and renamed once its checksum is
+right; whatever a killed process left in ``NAME.part`` is continued, not fetched again.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from ..errors import BudgetError, CheckpointError, UnsupportedError
+from ..units import format_bytes
+from .source import FolderSource, Source, check_name, is_model_file
+from .transfer import Range, Transfer
+
+# One connection is bounded by its round-trip time; four pieces in flight are 256 MiB of memory.
+_CONNECTIONS = 4
+_PIECE_BYTES = 64 * 2**20
+# A K3 shard's header takes 0.8 MB: its length and the header itself come with one request.
+_HEAD_BYTES = 2**20
+_RECORD = "staging.json"
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether ``text`` has the form of a Hub id, ``org/name``."""
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return False
+    return text.count("/") == 1
+
+
+def open_hub(
+    repo: str,
+    *,
+    revision: str | None = None,
+    free_source: bool = False,
+    staging: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Source:
+    """The Hub repository ``repo``; with HF_HUB_OFFLINE set, its copy in the Hub's cache.
+
+    Raises:
+        CheckpointError: if there is no such model or it cannot be reached.
+        UnsupportedError: if ``free_source`` would delete from the cache.
+    """
+    if not constants.is_offline_mode():
+        return HubSource(
+            repo, revision=revision, free_source=free_source, staging=staging, progress=progress
+        )
+    try:
+        folder = snapshot_download(repo, revision=revision, local_files_only=True)
+    except LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"{repo}: HF_HUB_OFFLINE is set and the Hub's cache has no such model; "
+            "unset it, or give a local folder"
+        ) from None
+    if free_source:
+        raise UnsupportedError(
+            f"{repo}: --free-source deletes only what it downloaded, and HF_HUB_OFFLINE is set; "
+            "leave one of them out"
+        )
+    return FolderSource(folder)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One file of the listing: its length, and its sha256 or, for a small file, git's sha1."""
+
+    size_bytes: int
+    sha256: str | None
+    blob_id: str
+
+    def hasher(self):
+        """A hash object that :meth:`matches` when it has seen the whole file."""
+        if self.sha256:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size_bytes)
+
+    def matches(self, digest) -> bool:
+        return digest.hexdigest() == (self.sha256 or self.blob_id)
+
+
+class HubSource:
+    """A repository of the Hub at one commit.
+
+    Args:
+        repo: ``org/name``.
+        revision: branch, tag or commit; the default branch if ``None``.
+        free_source: delete a downloaded file when it is released.
+        staging: the folder that downloads go to; ``None`` if only :meth:`read` will be used.
+        progress: called with name, bytes here and bytes of the file, from any thread.
+
+    Raises:
+        CheckpointError: if the repository cannot be had, or ``staging`` belongs to another one.
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        *,
+        revision: str | None = None,
+        free_source: bool = False,
+        staging: Path | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        api = HfApi(library_name="mlx-k3")
+        self.label = repo
+        self._free_source = free_source
+        self._staging = staging
+        self._progress = progress
+        self._transfer = Transfer(repo, api.endpoint)
+        self._intact: dict[str, Path] = {}
+        self._head: tuple[str, bytearray] = ("", bytearray())
+        staged = self._staged_commit(revision)
+        info = self._transfer.call(
+            lambda: api.model_info(
+                repo,
+                revision=staged or revision,
+                files_metadata=True,
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            )
+        )
+        self.commit: str = info.sha
+        self._entries = {
+            file.rfilename: _Entry(
+                file.lfs.size if file.lfs else file.size,
+                file.lfs.sha256 if file.lfs else None,
+                file.blob_id,
+            )
+            for file in info.siblings or []
+            if is_model_file(file.rfilename)
+        }
+        for name in self._entries:
+            check_name(name, self.label)
+        self._revision = revision
+
+    def files(self) -> dict[str, int]:
+        """Every file of the model at this commit: name -> size_bytes, sorted by name."""
+        return {name: entry.size_bytes for name, entry in sorted(self._entries.items())}
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """``nbytes`` of ``name`` from ``offset`` on, by a range request.
+
+        Raises:
+            CheckpointError: if there is no such file, it ends before ``offset + nbytes``, or the
+                Hub does not deliver.
+        """
+        size = self._entry(name).size_bytes
+        if offset + nbytes > size:
+            raise CheckpointError(
+                f"{self.label}: {name} ends {offset + nbytes - size:,} bytes early; "
+                "report it to the repository's owner"
+            )
+        if offset + nbytes > _HEAD_BYTES:
+            return bytes(self._transfer.read(Range(self.commit, name, size, offset, nbytes)))
+        known, head = self._head
+        if known != name:
+            span = Range(self.commit, name, size, 0, min(size, _HEAD_BYTES))
+            head = self._transfer.read(span)
+            self._head = (name, head)
+        return bytes(head[offset : offset + nbytes])
+
+    def fetch(self, name: str) -> Path:
+        """``name`` in the staging folder or in the Hub's cache, complete and intact.
+
+        Raises:
+            CheckpointError: if it is missing, not delivered, or damaged twice in a row.
+            BudgetError: if the disk is full.
+        """
+        entry = self._entry(name)
+        if name in self._intact:
+            return self._intact[name]
+        if self._staging is None:
+            raise RuntimeError("a HubSource without a staging folder can only read")
+        path = self._staging / name
+        cached = try_to_load_from_cache(self.label, name, revision=self.commit)
+        # A person who downloaded the model before should not have to do so again.
+        for candidate in (path, cached):
+            if isinstance(candidate, (str, Path)) and _is_intact(Path(candidate), entry):
+                self._intact[name] = Path(candidate)
+                return self._intact[name]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._record_commit()
+            self._download(name, entry, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise BudgetError(
+                f"{path.parent}: the disk is full, {name} needs {format_bytes(entry.size_bytes)}; "
+                "make room and run again: it goes on from where it stopped"
+            ) from error
+        self._intact[name] = path
+        return path
+
+    def release(self, name: str) -> None:
+        """Delete the downloaded ``name`` under ``free_source``; never a file of the Hub's cache."""
+        self._entry(name)
+        self._intact.pop(name, None)
+        if self._free_source and self._staging is not None:
+            (self._staging / name).unlink(missing_ok=True)
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise CheckpointError(
+                f"{self.label}: {name} is missing; report it to the repository's owner"
+            )
+        return self._entries[name]
+
+    def _staged_commit(self, revision: str | None) -> str | None:
+        """The commit that an interrupted run was reading, so that a branch may move meanwhile."""
+        if self._staging is None or not (self._staging / _RECORD).is_file():
+            return None
+        record = json.loads((self._staging / _RECORD).read_text())
+        if (record["repo"], record["revision"]) != (self.label, revision):
+            raise CheckpointError(
+                f"{self._staging}: holds files of {record['repo']} at "
+                f"{record['revision'] or 'its default branch'}; finish that, or delete the folder"
+            )
+        return record["commit"]
+
+    def _record_commit(self) -> None:
+        record = {"repo": self.label, "revision": self._revision, "commit": self.commit}
+        part = self._staging / f"{_RECORD}.part"
+        part.write_text(json.dumps(record))
+        os.replace(part, self._staging / _RECORD)
+
+    def _download(self, name: str, entry: _Entry, path: Path) -> None:
+        """Bring ``name`` to ``path``; a damaged copy is fetched once more, from its start."""
+        part = path.with_name(f"{path.name}.part")
+        for _ in range(2):
+            if self._complete(name, entry, part):
+                os.replace(part, path)
+                return
+            part.unlink()
+        raise CheckpointError(
+            f"{self.label}: {name} came with a wrong checksum twice; run again later, or report "
+            "it to the repository's owner"
+        )
+
+    def _complete(self, name: str, entry: _Entry, part: Path) -> bool:
+        """Append to ``part`` what it lacks. False if its bytes are not those of the listing."""
+        lock = threading.Lock()
+        here = 0
+
+        def received(n: int) -> None:
+            nonlocal here
+            with lock:
+                here += n
+                if self._progress:
+                    self._progress(name, here, entry.size_bytes)
+
+        digest = entry.hasher()
+        with open(part, "ab+") as file:
+            file.seek(0)
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+            received(min(file.tell(), entry.size_bytes))
+            # Closed at once when writing fails: the download must not go on behind the error.
+            with closing(self._pieces(name, here, entry.size_bytes, received)) as pieces:
+                for piece in pieces:
+                    file.write(piece)
+                    digest.update(piece)
+        return entry.matches(digest)
+
+    def _pieces(
+        self, name: str, start: int, size: int, received: Callable[[int], None]
+    ) -> Iterator[bytearray]:
+        """The bytes of ``name`` from ``start`` on, in order, a few pieces in flight at a time."""
+        pool, stop = ThreadPoolExecutor(_CONNECTIONS), threading.Event()
+        flight: deque = deque()
+        try:
+            for offset in range(start, size, _PIECE_BYTES):
+                piece = Range(self.commit, name, size, offset, min(_PIECE_BYTES, size - offset))
+                flight.append(pool.submit(self._transfer.read, piece, received, stop))
+                if len(flight) == _CONNECTIONS:
+                    yield flight.popleft().result()
+            while flight:
+                yield flight.popleft().result()
+        finally:
+            # Reached early on an error or Ctrl-C: what is under way must not be waited for.
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _is_intact(path: Path, entry: _Entry) -> bool:
+    """Whether the file at ``path``, if any, is exactly the one of the listing."""
+    if not path.is_file() or path.stat().st_size != entry.size_bytes:
+        return False
+    digest = entry.hasher()
+    with open(path, "rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return entry.matches(digest)
