@@ -1,1 +1,55 @@
-"""The bundled checkpoint."""
+"""The checkpoint that travels with the package: a very small K3 in the release's format.
+
+Owns where it lies and its converted copy in the user's cache. Its weights are random for now.
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from ..version import __version__
+
+_HERE = Path(__file__).resolve().parent
+EXPECTED = _HERE / "expected.safetensors"
+"""``ids [1, T]`` and the ``last_logits [1, vocab]`` that mlx-lm computes for them in float32."""
+
+
+def path() -> Path:
+    """The checkpoint's folder, in the release's format."""
+    return _HERE / "model"
+
+
+def converted() -> Path:
+    """The checkpoint as an MLX package, converted on the first call and kept in the user's cache.
+
+    A command without a model uses it: ``load(nano.converted())``. The trunk stays bfloat16.
+    """
+    from ..convert.stream import convert
+
+    folder = cache_folder() / f"nano-{_key()}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".nano-") as scratch:
+            convert(path(), Path(scratch) / "model", trunk="bf16")
+            try:
+                os.rename(Path(scratch) / "model", folder)
+            except OSError:
+                if not folder.is_dir():  # Else another process was faster: the same bytes.
+                    raise
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where this package may keep what it can make again."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mlx-k3"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-k3"
+
+
+def _key() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(path().iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return f"{__version__}-{digest.hexdigest()[:12]}"
