@@ -10,6 +10,7 @@ import sys
 import typer
 
 from ..errors import K3Error
+from .doctor import doctor
 
 app = typer.Typer(
     name="mlx-k3",
@@ -27,9 +28,19 @@ def main() -> None:
     except K3Error as e:
         print(f"mlx-k3: {e}", file=sys.stderr)
         raise SystemExit(2) from None
+    except ImportError as e:
+        # On Linux plain `mlx` comes without a backend: libmlx.so is missing.
+        if "libmlx" not in str(e):
+            raise
+        advice = "install mlx-k3[cpu], mlx-k3[cuda12] or mlx-k3[cuda13]"
+        print(f"mlx-k3: MLX has no backend here ({e}); {advice}", file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
         # The reader of our output left (`mlx-k3 inspect | head`): nothing to report to anyone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+
+
+app.command()(doctor)
