@@ -98,7 +98,8 @@ class K3Config:
         model_type = config.get("model_type")
         if model_type not in MODEL_TYPES:
             raise UnsupportedError(
-                f"config.json: model_type is {model_type!r}; mlx-k3 runs {' and '.join(MODEL_TYPES)}"
+                f"config.json: model_type is {model_type!r}; mlx-k3 runs "
+                + " and ".join(MODEL_TYPES)
             )
         text = config.get("text_config", config)
         try:
@@ -113,7 +114,9 @@ class K3Config:
         layers = int(text["num_hidden_layers"])
         eos = config.get("eos_token_id", text.get("eos_token_id"))
         if not text.get("mla_use_nope", False):
-            raise UnsupportedError("config.json: mla_use_nope is false; only NoPE models are supported")
+            raise UnsupportedError(
+                "config.json: mla_use_nope is false; only NoPE models are supported"
+            )
         head_dim = text.get("head_dim")
         result = cls(
             model_type=config["model_type"],
@@ -173,7 +176,9 @@ class K3Config:
                 f"{self.num_hidden_layers} exactly once"
             )
         if self.hidden_act not in ("situ", "silu"):
-            raise UnsupportedError(f"config.json: hidden_act {self.hidden_act!r} is not implemented")
+            raise UnsupportedError(
+                f"config.json: hidden_act {self.hidden_act!r} is not implemented"
+            )
         if self.moe_router_activation_func not in ("sigmoid", "softmax"):
             raise UnsupportedError(
                 f"config.json: moe_router_activation_func {self.moe_router_activation_func!r} "

@@ -1,0 +1,120 @@
+"""The text model of Kimi K3 and Kimi Linear, in mlx-lm's model protocol.
+
+``model(ids, cache=cache)``, ``model.layers``, ``model.make_cache()`` and ``model.sanitize()`` are
+what mlx-lm's generation, samplers, caches and batching ask for. Parameter names are mlx-lm's too,
+less the ``language_model.`` that K3's files put in front.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from ..config import K3Config
+from .kda import KimiDeltaAttention
+from .layers import MLP, Linear
+from .mla import KimiMLAAttention
+from .moe import KimiSparseMoE
+from .residual import ResidualStream
+from .weights import sanitize
+
+
+class DecoderLayer(nn.Module):
+    """Attention (KDA or MLA), then an MLP (dense or mixture of experts), on a residual stream."""
+
+    def __init__(self, config: K3Config, layer: int):
+        super().__init__()
+        self.is_kda = layer in config.kda_layers
+        self.self_attn = KimiDeltaAttention(config) if self.is_kda else KimiMLAAttention(config)
+        experts = config.expert_counts[layer]
+        self.mlp = (
+            KimiSparseMoE(config, experts) if experts else MLP(config, config.intermediate_size)
+        )
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.starts_block = False
+        if config.attn_res_block_size is not None:
+            self.starts_block = layer % config.attn_res_block_size == 0
+            self.self_attention_res = mx.zeros((config.hidden_size,))
+            self.mlp_res = mx.zeros((config.hidden_size,))
+
+    def __call__(
+        self, stream: ResidualStream, mask: mx.array | None = None, cache: Any = None
+    ) -> None:
+        """Run the layer; the residual stream takes up what it adds."""
+        x = self.input_layernorm(stream.mix(self.get("self_attention_res")))
+        if self.starts_block:
+            stream.start_block()
+        stream.add(self.self_attn(x, mask, cache))
+        stream.add(self.mlp(self.post_attention_layernorm(stream.mix(self.get("mlp_res")))))
+
+
+class KimiModel(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, config: K3Config):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.attn_res_block_size is not None:
+            self.output_attn_res = mx.zeros((config.hidden_size,))
+
+    def __call__(
+        self,
+        ids: mx.array,
+        cache: list[Any] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Token ids ``[B, T]`` (or embeddings ``[B, T, hidden]``) -> normed states."""
+        x = self.embed_tokens(ids) if input_embeddings is None else input_embeddings
+        caches = cache or [None] * len(self.layers)
+        kda_mask, mla_mask = self._masks(x, caches)
+        stream = ResidualStream(x, self.eps)
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            layer(stream, kda_mask if layer.is_kda else mla_mask, layer_cache)
+        return self.norm(stream.mix(self.get("output_attn_res")))
+
+    def _masks(self, x, caches):
+        """Padding mask for KDA ``[B, T]`` and attention mask for MLA, each None if not needed."""
+        first = {layer.is_kda: c for layer, c in reversed([*zip(self.layers, caches, strict=True)])}
+        kda_mask = create_ssm_mask(x, first.get(True))
+        mla_mask = create_attention_mask(x, first.get(False), return_array=True)
+        return kda_mask, mla_mask
+
+
+class Model(nn.Module):
+    """The language model: token ids in, logits out."""
+
+    def __init__(self, config: K3Config):
+        super().__init__()
+        self.config = config
+        self.model_type = config.model_type
+        self.model = KimiModel(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size)
+
+    def __call__(
+        self,
+        ids: mx.array,
+        cache: list[Any] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Logits ``[B, T, vocab]`` for ids ``[B, T]``, continuing ``cache`` if there is one."""
+        x = self.model(ids, cache, input_embeddings)
+        return self.lm_head(x) if "lm_head" in self else self.model.embed_tokens.as_linear(x)
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return self.model.layers
+
+    def make_cache(self) -> list[Any]:
+        """An empty cache: conv inputs and state for a KDA layer, latents for an MLA layer."""
+        return [ArraysCache(size=2) if layer.is_kda else KVCache() for layer in self.layers]
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """A converted folder's tensors under this model's parameter names."""
+        return sanitize(self.config, weights)
