@@ -164,12 +164,12 @@ def _self_check() -> Fact:
     try:
         error = _bundled_model_error()
     except (ImportError, K3Error) as e:
-        return Fact("self check", "failed", {"error": None}, problem=f"self check: {e}")
+        return Fact("self check", "failed", {"self_check_error": None}, problem=f"self check: {e}")
     text = f"logits of the bundled model within {error:.0e} of the stored ones"
     problem = None
     if not error <= TOLERANCE:  # So that NaN fails.
         problem = f"self check: logits differ by {error:.1e}, more than {TOLERANCE:.0e}"
-    return Fact("self check", text, {"error": error}, problem)
+    return Fact("self check", text, {"self_check_error": error}, problem)
 
 
 def _bundled_model_error() -> float:

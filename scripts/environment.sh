@@ -1,0 +1,37 @@
+# Sourced by quickstart and test: finds Python, keeps a virtual environment up to date.
+
+# The first Python that mlx-k3 supports. One that exists only as a shim does not count.
+find_python() {
+  local candidate
+  for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+      2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "Python 3.10 to 3.13 is needed and was not found; see https://www.python.org/downloads" >&2
+  return 1
+}
+
+# prepare FOLDER REQUIREMENT: install the checkout into FOLDER, unless that has been done for
+# these very dependencies. REQUIREMENT is "." with extras.
+prepare() {
+  local folder=$1 requirement=$2 python stamp
+  stamp="$requirement $(cksum < pyproject.toml)"
+  if [ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$stamp" ]; then
+    return
+  fi
+  if [ ! -x "$folder/bin/python" ]; then
+    python=$(find_python)
+    echo "Creating $folder with $("$python" --version)"
+    if ! "$python" -m venv "$folder"; then
+      rm -rf "$folder"
+      echo "Python's venv module is not complete; on Debian: apt install python3-venv" >&2
+      return 1
+    fi
+  fi
+  echo "Installing mlx-k3 (a minute or two)"
+  "$folder/bin/python" -m pip install --quiet --editable "$requirement"
+  echo "$stamp" > "$folder/installed"
+}
