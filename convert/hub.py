@@ -66,10 +66,15 @@ def open_hub(
             repo, revision=revision, free_source=free_source, staging=staging, progress=progress
         )
     try:
-        folder = snapshot_download(repo, revision=revision, local_files_only=True)
+        folder = snapshot_download(
+            repo,
+            revision=revision,
+            local_files_only=True,
+            allow_patterns=["*.safetensors", "*.json"],
+        )
     except LocalEntryNotFoundError:
         raise CheckpointError(
-            f"{repo}: HF_HUB_OFFLINE is set and the Hub's cache has no such model; "
+            f"{repo}: HF_HUB_OFFLINE is set and the Hub's cache does not hold all of it; "
             "unset it, or give a local folder"
         ) from None
     if free_source:

@@ -44,7 +44,6 @@ _LONGEST_WAIT_SECONDS = 60.0
 # The Hub counts requests in windows of five minutes; a server that asks for more than three of
 # them is not about to answer.
 _LONGEST_ASKED_WAIT_SECONDS = 900
-_CHUNK_BYTES = 2**20
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -140,7 +139,8 @@ class Transfer:
         with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
             hf_raise_for_status(response)
             self._check_range(response, wanted, start)
-            for chunk in response.iter_bytes(chunk_size=_CHUNK_BYTES):
+            # Without a chunk size: with one, a drop would lose what is short of a whole chunk.
+            for chunk in response.iter_bytes():
                 yield chunk[:missing]
                 missing -= len(chunk)
                 if missing <= 0:
