@@ -97,16 +97,15 @@ def _segment(q, k, v, log_decay, beta, state):
     T, V = q.shape[1], v.shape[-1]
     chunk = min(CHUNK, -(-T // BLOCK) * BLOCK)
     q, k, v, log_decay, beta = (_chunks(x, chunk) for x in (q, k, v, log_decay, beta[..., None]))
-    decay = mx.cumsum(log_decay, axis=-2)
 
-    qk, kk = _decayed_products(q, k, decay)
-    from_start = mx.exp(decay)
+    qk, kk, to_end = _decayed_products(q, k, log_decay)
+    decay = mx.exp(mx.cumsum(log_decay, axis=-2))
     # u = w_v - w_k S: the chunk's updates, given the state S at its start.
-    w = _solve_unit_lower(beta * kk, mx.concatenate([beta * v, beta * k * from_start], axis=-1))
+    w = _solve_unit_lower(beta * kk, mx.concatenate([beta * v, beta * k * decay], axis=-1))
     w_v, w_k = w[..., :V], w[..., V:]
-    q_start = q * from_start
-    k_end = (k * mx.exp(decay[..., -1:, :] - decay)).swapaxes(-1, -2)
-    chunk_decay = mx.exp(decay[..., -1, :])[..., None]
+    q_start = q * decay
+    k_end = (k * mx.exp(to_end)).swapaxes(-1, -2)
+    chunk_decay = decay[..., -1, :, None]
 
     state = state.swapaxes(-1, -2)
     outputs = []
@@ -125,35 +124,40 @@ def _chunks(x: mx.array, chunk: int) -> mx.array:
     return x.reshape(B, -1, chunk, H, D).transpose(0, 3, 1, 2, 4)
 
 
-def _decayed_products(q, k, decay):
-    """``sum_c q_ic k_jc exp(decay_ic - decay_jc)`` for j <= i, and the same with k_i for j < i.
+def _decayed_products(q, k, log_decay):
+    """``sum_c q_ic k_jc a_ijc`` for j <= i, the same with k_i for j < i, and log a to the end.
 
-    Pairs within a block of 16 tokens form their decay explicitly. A pair from an earlier block
-    meets at the end of the block before i's: both factors' exponents are then at most 0.
+    ``a_ij`` is the decay from token j to token i: the product of the steps in between. Pairs
+    within a block of 16 tokens form it explicitly; a pair from an earlier block meets at the end
+    of the block before i's. Every exponent is a sum of steps, never a difference of sums, so
+    none is positive and none cancels.
     """
     C = q.shape[-2]
     rows_qk, rows_kk = [], []
     lower = mx.tril(mx.ones((BLOCK, BLOCK)))
     strict = mx.tril(mx.ones((BLOCK, BLOCK)), -1)
+    to_end = None  # from each token before this block to the block's start
     for start in range(0, C, BLOCK):
         block = slice(start, start + BLOCK)
-        q_i, k_i, decay_i = q[..., block, :], k[..., block, :], decay[..., block, :]
-        pair = mx.exp(mx.minimum(decay_i[..., :, None, :] - decay_i[..., None, :, :], 0))
-        pair = pair * k_i[..., None, :, :]
+        q_i, k_i, steps = q[..., block, :], k[..., block, :], log_decay[..., block, :]
+        pair = mx.cumsum(steps[..., :, None, :] * strict[..., None], axis=-3)
+        pair = mx.exp(pair) * k_i[..., None, :, :]
         qk = ((pair @ q_i[..., None])[..., 0] * lower,)
         kk = ((pair @ k_i[..., None])[..., 0] * strict,)
-        if start:
-            meet = decay[..., start - 1 : start, :]
-            left = mx.exp(decay_i - meet)
-            right = k[..., :start, :] * mx.exp(meet - decay[..., :start, :])
-            left = mx.concatenate([q_i * left, k_i * left], axis=-2) @ right.swapaxes(-1, -2)
+        since = mx.cumsum(steps, axis=-2)
+        after = mx.cumsum(steps, axis=-2, reverse=True, inclusive=False)
+        if to_end is not None:
+            left = mx.concatenate([q_i, k_i], axis=-2) * mx.exp(mx.concatenate([since] * 2, -2))
+            left = left @ (k[..., :start, :] * mx.exp(to_end)).swapaxes(-1, -2)
             qk, kk = (left[..., :BLOCK, :], *qk), (left[..., BLOCK:, :], *kk)
+            after = mx.concatenate([to_end + since[..., -1:, :], after], axis=-2)
+        to_end = after
         if rest := C - start - BLOCK:
             zeros = mx.zeros((*q.shape[:-2], BLOCK, rest))
             qk, kk = (*qk, zeros), (*kk, zeros)
         rows_qk.append(mx.concatenate(qk, axis=-1))
         rows_kk.append(mx.concatenate(kk, axis=-1))
-    return mx.concatenate(rows_qk, axis=-2), mx.concatenate(rows_kk, axis=-2)
+    return mx.concatenate(rows_qk, axis=-2), mx.concatenate(rows_kk, axis=-2), to_end
 
 
 def _solve_unit_lower(a: mx.array, b: mx.array) -> mx.array:

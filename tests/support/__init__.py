@@ -1,0 +1,1 @@
+"""Makers of small real inputs for the tests."""
