@@ -45,4 +45,4 @@ def format_bytes(n: float) -> str:
         if abs(n) < 999.5:
             return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 99.95 else f"{n:.3g} {unit}"
         n /= 1000
-    return f"{n:.3g} TB"
+    return f"{n:.3g} TB" if abs(n) < 999.5 else f"{n:.0f} TB"
