@@ -15,7 +15,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..errors import BudgetError, CheckpointError, UnsupportedError
 from ..units import format_bytes
-from .source import FolderSource, Source, check_name, is_model_file
+from .source import FolderSource, Progress, Source, check_name, is_model_file
 from .transfer import Range, Transfer
 
 # One connection is bounded by its round-trip time; four pieces in flight are 256 MiB of memory.
@@ -53,7 +53,6 @@ def open_hub(
     revision: str | None = None,
     free_source: bool = False,
     staging: Path | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
 ) -> Source:
     """The Hub repository ``repo``; with HF_HUB_OFFLINE set, its copy in the Hub's cache.
 
@@ -62,9 +61,7 @@ def open_hub(
         UnsupportedError: if ``free_source`` would delete from the cache.
     """
     if not constants.is_offline_mode():
-        return HubSource(
-            repo, revision=revision, free_source=free_source, staging=staging, progress=progress
-        )
+        return HubSource(repo, revision=revision, free_source=free_source, staging=staging)
     try:
         folder = snapshot_download(
             repo,
@@ -111,7 +108,6 @@ class HubSource:
         revision: branch, tag or commit; the default branch if ``None``.
         free_source: delete a downloaded file when it is released.
         staging: the folder that downloads go to; ``None`` if only :meth:`read` will be used.
-        progress: called with name, bytes here and bytes of the file, from any thread.
 
     Raises:
         CheckpointError: if the repository cannot be had, or ``staging`` belongs to another one.
@@ -124,13 +120,12 @@ class HubSource:
         revision: str | None = None,
         free_source: bool = False,
         staging: Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         api = HfApi(library_name="mlx-k3")
         self.label = repo
+        self.progress: Progress | None = None
         self._free_source = free_source
         self._staging = staging
-        self._progress = progress
         self._transfer = Transfer(repo, api.endpoint)
         self._intact: dict[str, Path] = {}
         self._head: tuple[str, bytearray] = ("", bytearray())
@@ -196,12 +191,10 @@ class HubSource:
         if self._staging is None:
             raise RuntimeError("a HubSource without a staging folder can only read")
         path = self._staging / name
-        cached = try_to_load_from_cache(self.label, name, revision=self.commit)
-        # A person who downloaded the model before should not have to do so again.
-        for candidate in (path, cached):
-            if isinstance(candidate, (str, Path)) and _is_intact(Path(candidate), entry):
-                self._intact[name] = Path(candidate)
-                return self._intact[name]
+        for candidate in (path, self._cached(name)):
+            if candidate is not None and _is_intact(candidate, entry):
+                self._intact[name] = candidate
+                return candidate
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._record_commit()
@@ -222,6 +215,46 @@ class HubSource:
         self._intact.pop(name, None)
         if self._free_source and self._staging is not None:
             (self._staging / name).unlink(missing_ok=True)
+
+    def room_bytes(self, groups: Iterable[Sequence[str]]) -> int:
+        """Disk space that fetching each group in turn takes at most, releasing it or not."""
+        if self._free_source:
+            return max((self._missing_bytes(group) for group in groups), default=0)
+        return self._missing_bytes({name for group in groups for name in group})
+
+    def close(self) -> None:
+        """Delete the staging folder under ``free_source``, with what we put there."""
+        if not self._free_source or self._staging is None or not self._staging.is_dir():
+            return
+        for name in self._entries:
+            self.release(name)
+        (self._staging / _RECORD).unlink(missing_ok=True)
+        # Only what is empty now: somebody may have put other files there.
+        for folder in sorted(
+            {(self._staging / name).parent for name in self._entries}, reverse=True
+        ):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def _missing_bytes(self, names: Iterable[str]) -> int:
+        return sum(
+            self._entry(name).size_bytes - _size(self._staging / name) - _size(self._part(name))
+            for name in names
+            if self._cached(name) is None
+        )
+
+    def _cached(self, name: str) -> Path | None:
+        """The shard ``name`` in the Hub's cache: who has it should not download it again.
+
+        Small files always go to staging, where they are together.
+        """
+        if not name.endswith(".safetensors"):
+            return None
+        cached = try_to_load_from_cache(self.label, name, revision=self.commit)
+        return Path(cached) if isinstance(cached, str) else None
+
+    def _part(self, name: str) -> Path:
+        return self._staging / f"{name}.part"
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
@@ -250,7 +283,7 @@ class HubSource:
 
     def _download(self, name: str, entry: _Entry, path: Path) -> None:
         """Bring ``name`` to ``path``; a damaged copy is fetched once more, from its start."""
-        part = path.with_name(f"{path.name}.part")
+        part = self._part(name)
         for _ in range(2):
             if self._complete(name, entry, part):
                 os.replace(part, path)
@@ -270,8 +303,8 @@ class HubSource:
             nonlocal here
             with lock:
                 here += n
-                if self._progress:
-                    self._progress(name, here, entry.size_bytes)
+                if self.progress:
+                    self.progress(name, here, entry.size_bytes)
 
         digest = entry.hasher()
         with open(part, "ab+") as file:
@@ -304,6 +337,10 @@ class HubSource:
             # Reached early on an error or Ctrl-C: what is under way must not be waited for.
             stop.set()
             pool.shutdown(cancel_futures=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _is_intact(path: Path, entry: _Entry) -> bool:

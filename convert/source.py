@@ -9,7 +9,7 @@ whatever a conversion never reads (code above all) are not listed at all.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -30,11 +30,16 @@ _PATTERNS = (
 )
 
 
+Progress = Callable[[str, int, int], None]
+
+
 class Source(Protocol):
     """A model that can be listed at once and read piece by piece."""
 
     label: str
     """What messages call it: a path or a Hub id."""
+    progress: Progress | None
+    """Told of a download: name, bytes here, bytes of the file. May be called from any thread."""
 
     def files(self) -> dict[str, int]:
         """Every file of the model: name -> size_bytes."""
@@ -55,6 +60,12 @@ class Source(Protocol):
 
     def release(self, name: str) -> None:
         """Say that ``name`` is no longer needed; a downloaded copy may be deleted."""
+
+    def room_bytes(self, groups: Iterable[Sequence[str]]) -> int:
+        """Disk space it takes at most to fetch each group of files and release it, in turn."""
+
+    def close(self) -> None:
+        """The conversion is complete: forget what was kept for continuing it."""
 
 
 def is_model_file(name: str) -> bool:
@@ -89,6 +100,7 @@ class FolderSource:
 
     def __init__(self, folder: str | Path) -> None:
         self.label = str(folder)
+        self.progress: Progress | None = None
         if not os.path.isdir(folder):
             raise CheckpointError(f"{self.label}: no such folder")
         self._root = Path(os.path.realpath(folder))
@@ -155,6 +167,13 @@ class FolderSource:
     def release(self, name: str) -> None:
         """Nothing: a folder that was given is never changed."""
 
+    def room_bytes(self, groups: Iterable[Sequence[str]]) -> int:
+        """Nothing: the files are there."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing: a folder that was given is never changed."""
+
 
 def open_source(
     src: str | Path,
@@ -162,14 +181,12 @@ def open_source(
     revision: str | None = None,
     free_source: bool = False,
     staging: Path | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
 ) -> Source:
     """The folder ``src`` if there is one, else the Hub repository ``src`` (``org/name``).
 
     ``revision`` (branch, tag or commit), ``free_source`` (delete a downloaded file when it is
-    released), ``staging`` (the folder downloads go to; without it only :meth:`Source.read`
-    works) and ``progress`` (called with name, bytes here, bytes of the file while downloading)
-    concern the Hub only.
+    released) and ``staging`` (the folder downloads go to; without it only :meth:`Source.read`
+    works) concern the Hub only.
 
     Raises:
         CheckpointError: if ``src`` is neither.
@@ -185,6 +202,4 @@ def open_source(
 
     if not is_hub_id(str(src)):
         raise CheckpointError(f"{src}: no such folder, and not a Hub id of the form org/name")
-    return open_hub(
-        str(src), revision=revision, free_source=free_source, staging=staging, progress=progress
-    )
+    return open_hub(str(src), revision=revision, free_source=free_source, staging=staging)

@@ -125,9 +125,8 @@ def test_reads_ranges_and_fetches_no_more(server: HubServer, folder: Path) -> No
 def test_fetches_release_and_progress(server: HubServer, folder: Path, staging: Path) -> None:
     server.publish(REPO, folder)
     seen: list[tuple[str, int, int]] = []
-    source = HubSource(
-        REPO, free_source=True, staging=staging, progress=lambda *args: seen.append(args)
-    )
+    source = HubSource(REPO, free_source=True, staging=staging)
+    source.progress = lambda *args: seen.append(args)
     path = source.fetch(SHARD)
     assert path == staging / SHARD
     assert path.read_bytes() == (folder / SHARD).read_bytes()
@@ -138,7 +137,28 @@ def test_fetches_release_and_progress(server: HubServer, folder: Path, staging: 
     source.fetch(SHARD)
     assert server.sent_bytes(SHARD) == SHARD_BYTES
     source.release(SHARD)
-    assert not path.exists() and not list(staging.glob("*.part"))
+    assert [p.name for p in staging.iterdir()] == ["staging.json"]
+    source.fetch("config.json")
+    source.close()
+    assert not staging.exists()
+
+
+def test_the_room_that_downloads_take(server: HubServer, folder: Path, staging: Path) -> None:
+    server.publish(REPO, folder)
+    other = SHARD.replace("00001-", "00002-")
+    groups = [("config.json", SHARD), (SHARD, other)]
+    freeing = HubSource(REPO, free_source=True, staging=staging)
+    assert freeing.room_bytes(groups[:1]) == 25 + SHARD_BYTES
+    assert freeing.room_bytes(groups) == 2 * SHARD_BYTES
+    keeping = HubSource(REPO, staging=staging)
+    assert keeping.room_bytes(groups) == 25 + 2 * SHARD_BYTES
+    keeping.fetch(SHARD)
+    (staging / f"{other}.part").write_bytes(bytes(1000))
+    assert keeping.room_bytes(groups) == 25 + SHARD_BYTES - 1000
+    huggingface_hub.hf_hub_download(REPO, other)
+    assert keeping.room_bytes(groups) == 25
+    keeping.close()
+    assert (staging / SHARD).is_file()
 
 
 def test_without_free_source_a_shard_stays_and_is_not_fetched_again(
