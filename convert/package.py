@@ -7,6 +7,8 @@ model.
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +119,15 @@ def report(plan: Plan, done: dict[str, Record]) -> dict[str, Any]:
     for output in plan.outputs:
         for kind, (error, size) in done[output.name].errors.items():
             errors.setdefault(kind, Error()).add(Error(error, size))
+    relative = {kind: round(error.relative, 6) for kind, error in sorted(errors.items())}
+    experts = {"form": plan.experts, "precision": plan.expert_form}
+    if plan.experts == "mxfp4":
+        experts |= {"precision": "mxfp4", "relative_error": relative.pop("experts", 0.0)}
     return {
-        "experts": {"form": plan.experts, "precision": plan.expert_form},
+        "experts": experts,
         "trunk": {
             "profile": plan.trunk.name,
-            "relative_error": {kind: round(e.relative, 6) for kind, e in sorted(errors.items())},
+            "relative_error": relative,
             "left_exact": plan.left_exact,
         },
         "bytes": {
@@ -148,10 +154,12 @@ def _carry(source: Source, out: Path) -> list[str]:
 
 
 def _write_tokenizer(source: Source, out: Path) -> list[str]:
-    paths = [source.fetch(name) for name in source.files() if name in _TOKENIZER]
-    if not paths:
-        return []
-    return [path.name for path in write_tokenizer(paths[0].parent, out)]
+    names = [name for name in source.files() if name in _TOKENIZER]
+    with tempfile.TemporaryDirectory() as folder:
+        # Downloaded files may lie in several places; the tokenizer wants them side by side.
+        for name in names:
+            shutil.copyfile(source.fetch(name), Path(folder) / name)
+        return [path.name for path in write_tokenizer(Path(folder), out)]
 
 
 def _json(content: dict[str, Any]) -> bytes:

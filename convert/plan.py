@@ -74,6 +74,20 @@ class Plan:
         """Size of all weight files."""
         return sum(output.layout.file_bytes for output in self.outputs)
 
+    def summary(self) -> dict[str, Any]:
+        """The plan as data, for people and scripts: every weight file and its size."""
+        files = [
+            {"file": o.name, "bytes": o.layout.file_bytes, "needs": list(o.shards)}
+            for o in self.outputs
+        ]
+        return {
+            "source": self.checkpoint.label,
+            "experts": {"form": self.experts, "precision": self.expert_form},
+            "trunk": self.trunk.name,
+            "files": files,
+            "total_bytes": self.total_bytes,
+        }
+
     @property
     def expert_shards(self) -> list[str]:
         """The source shards that hold routed experts."""

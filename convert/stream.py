@@ -64,26 +64,47 @@ def convert(
         NothingToDo: ``src`` is in MLX form, or ``out`` holds this very conversion, complete.
         K3Error: anything that can be refused, before a byte is written; a full disk.
     """
+    conversion = open_conversion(
+        src,
+        out,
+        experts=experts,
+        trunk=trunk,
+        revision=revision,
+        free_source=free_source,
+    )
+    return conversion.run(progress)
+
+
+def open_conversion(
+    src: str | Path | Source,
+    out: str | Path,
+    *,
+    experts: str = "copy",
+    trunk: str = "q8",
+    revision: str | None = None,
+    free_source: bool = False,
+) -> "Conversion":
+    """Plan a conversion without carrying it out; arguments and errors as for :func:`convert`."""
     out = Path(out)
-    source = src
+    source, staging = src, None
     if isinstance(src, (str, Path)):
-        source = open_source(
-            src,
-            revision=revision,
-            free_source=free_source,
-            staging=out.with_name(out.name + ".source"),
-        )
+        staging = out.with_name(out.name + ".source")
+        source = open_source(src, revision=revision, free_source=free_source, staging=staging)
     plan = make_plan(source, experts=experts, trunk=trunk)
-    return Conversion(source, plan, out).run(progress)
+    return Conversion(source, plan, out, staging if free_source else None)
 
 
 @dataclass
 class Conversion:
-    """A plan, and the folder it is carried out in."""
+    """A plan, and the folder it is carried out in.
+
+    ``staging`` is the folder of downloads to delete at the end.
+    """
 
     source: Source
     plan: Plan
     out: Path
+    staging: Path | None = None
 
     def check(self) -> None:
         """Everything that can be refused before ``out`` is touched.
@@ -149,6 +170,8 @@ class Conversion:
                 lambda: package.finish(self.out, self.source, self.plan, self.job, book.done)
             )
             book.remove()
+            if self.staging is not None:
+                shutil.rmtree(self.staging, ignore_errors=True)
         finally:
             book.close()
         seconds = time.perf_counter() - started
@@ -264,12 +287,13 @@ class _Blocks:
             position, end = info.offset, info.offset + min(info.nbytes, left)
             left -= end - position
             while position < end:
-                n = min(end - position, len(buffer) - filled)
-                file.read_into(buffer[filled : filled + n], position)
-                position, filled = position + n, filled + n
+                # A buffer taken from the cycle and not yielded would shorten the writer's grace.
                 if filled == len(buffer):
                     yield buffer
                     buffer, filled = next(buffers), 0
+                n = min(end - position, len(buffer) - filled)
+                file.read_into(buffer[filled : filled + n], position)
+                position, filled = position + n, filled + n
         if filled:
             yield buffer[:filled]
 

@@ -55,8 +55,8 @@ class MlxTensor:
 
     @property
     def kind(self) -> str:
-        """The module's own name, which all layers share: ``o_proj``."""
-        return self.module.rpartition(".")[2]
+        """What the tensor is called in every layer: ``o_proj``, or ``experts``."""
+        return "experts" if self.role == "expert" else self.module.rpartition(".")[2]
 
 
 def mlx_tensors(config: K3Config, experts: ExpertForm) -> Iterator[MlxTensor]:

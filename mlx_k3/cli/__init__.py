@@ -10,6 +10,7 @@ import sys
 import typer
 
 from ..errors import K3Error
+from .convert import convert
 from .doctor import doctor
 
 app = typer.Typer(
@@ -43,4 +44,5 @@ def main() -> None:
         raise SystemExit(141) from None
 
 
+app.command()(convert)
 app.command()(doctor)
