@@ -1,24 +1,17 @@
 """A model on the Hugging Face Hub as the source of a conversion.
 
-Owns the listing (one commit, from the start to the end), the staging folder that downloads go to
-and the proof that a file is intact. Knows nothing about connections (``transfer.py``) or about
-what is in the files.
+Owns the listing (one commit, from the start to the end) and the staging folder that downloads go
+to. Knows nothing about connections (``transfer.py``), about how a file is downloaded and proved
+intact (``download.py``) or about what is in the files.
 
 Headers and configuration are read by range, so a conversion can be planned in full before the
-first shard is downloaded. A shard is written to ``NAME.part`` and renamed once its checksum is
-right; whatever a killed process left in ``NAME.part`` is continued, not fetched again.
+first shard is downloaded.
 """
 
 import errno
-import hashlib
 import json
 import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
@@ -27,12 +20,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..errors import BudgetError, CheckpointError, UnsupportedError
 from ..units import format_bytes
+from .download import Listed, download, part_of
 from .source import FolderSource, Progress, Source, check_name, is_model_file
-from .transfer import Range, Transfer
+from .transfer import Transfer
 
-# One connection is bounded by its round-trip time; four pieces in flight are 256 MiB of memory.
-_CONNECTIONS = 4
-_PIECE_BYTES = 64 * 2**20
 # A K3 shard's header takes 0.8 MB: its length and the header itself come with one request.
 _HEAD_BYTES = 2**20
 _RECORD = "staging.json"
@@ -82,24 +73,6 @@ def open_hub(
     return FolderSource(folder)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One file of the listing: its length, and its sha256 or, for a small file, git's sha1."""
-
-    size_bytes: int
-    sha256: str | None
-    blob_id: str
-
-    def hasher(self):
-        """A hash object that :meth:`matches` when it has seen the whole file."""
-        if self.sha256:
-            return hashlib.sha256()
-        return hashlib.sha1(b"blob %d\0" % self.size_bytes)
-
-    def matches(self, digest) -> bool:
-        return digest.hexdigest() == (self.sha256 or self.blob_id)
-
-
 class HubSource:
     """A repository of the Hub at one commit.
 
@@ -140,7 +113,9 @@ class HubSource:
         )
         self.commit: str = info.sha
         self._entries = {
-            file.rfilename: _Entry(
+            file.rfilename: Listed(
+                file.rfilename,
+                info.sha,
                 file.lfs.size if file.lfs else file.size,
                 file.lfs.sha256 if file.lfs else None,
                 file.blob_id,
@@ -163,18 +138,17 @@ class HubSource:
             CheckpointError: if there is no such file, it ends before ``offset + nbytes``, or the
                 Hub does not deliver.
         """
-        size = self._entry(name).size_bytes
-        if offset + nbytes > size:
+        entry = self._entry(name)
+        if (missing := offset + nbytes - entry.size_bytes) > 0:
             raise CheckpointError(
-                f"{self.label}: {name} ends {offset + nbytes - size:,} bytes early; "
+                f"{self.label}: {name} ends {missing:,} bytes early; "
                 "report it to the repository's owner"
             )
         if offset + nbytes > _HEAD_BYTES:
-            return bytes(self._transfer.read(Range(self.commit, name, size, offset, nbytes)))
+            return bytes(self._transfer.read(entry.range(offset, nbytes)))
         known, head = self._head
         if known != name:
-            span = Range(self.commit, name, size, 0, min(size, _HEAD_BYTES))
-            head = self._transfer.read(span)
+            head = self._transfer.read(entry.range(0, min(entry.size_bytes, _HEAD_BYTES)))
             self._head = (name, head)
         return bytes(head[offset : offset + nbytes])
 
@@ -192,13 +166,13 @@ class HubSource:
             raise RuntimeError("a HubSource without a staging folder can only read")
         path = self._staging / name
         for candidate in (path, self._cached(name)):
-            if candidate is not None and _is_intact(candidate, entry):
+            if candidate is not None and entry.is_intact(candidate):
                 self._intact[name] = candidate
                 return candidate
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._record_commit()
-            self._download(name, entry, path)
+            download(self._transfer, entry, path, self.progress)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -228,6 +202,7 @@ class HubSource:
             return
         for name in self._entries:
             self.release(name)
+            part_of(self._staging / name).unlink(missing_ok=True)
         (self._staging / _RECORD).unlink(missing_ok=True)
         # Only what is empty now: somebody may have put other files there.
         for folder in sorted(
@@ -237,11 +212,12 @@ class HubSource:
                 folder.rmdir()
 
     def _missing_bytes(self, names: Iterable[str]) -> int:
-        return sum(
-            self._entry(name).size_bytes - _size(self._staging / name) - _size(self._part(name))
-            for name in names
-            if self._cached(name) is None
-        )
+        missing = 0
+        for name in names:
+            if self._cached(name) is None:
+                path = self._staging / name
+                missing += self._entry(name).size_bytes - _size(path) - _size(part_of(path))
+        return missing
 
     def _cached(self, name: str) -> Path | None:
         """The shard ``name`` in the Hub's cache: who has it should not download it again.
@@ -253,10 +229,7 @@ class HubSource:
         cached = try_to_load_from_cache(self.label, name, revision=self.commit)
         return Path(cached) if isinstance(cached, str) else None
 
-    def _part(self, name: str) -> Path:
-        return self._staging / f"{name}.part"
-
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Listed:
         if name not in self._entries:
             raise CheckpointError(
                 f"{self.label}: {name} is missing; report it to the repository's owner"
@@ -277,78 +250,10 @@ class HubSource:
 
     def _record_commit(self) -> None:
         record = {"repo": self.label, "revision": self._revision, "commit": self.commit}
-        part = self._staging / f"{_RECORD}.part"
-        part.write_text(json.dumps(record))
-        os.replace(part, self._staging / _RECORD)
-
-    def _download(self, name: str, entry: _Entry, path: Path) -> None:
-        """Bring ``name`` to ``path``; a damaged copy is fetched once more, from its start."""
-        part = self._part(name)
-        for _ in range(2):
-            if self._complete(name, entry, part):
-                os.replace(part, path)
-                return
-            part.unlink()
-        raise CheckpointError(
-            f"{self.label}: {name} came with a wrong checksum twice; run again later, or report "
-            "it to the repository's owner"
-        )
-
-    def _complete(self, name: str, entry: _Entry, part: Path) -> bool:
-        """Append to ``part`` what it lacks. False if its bytes are not those of the listing."""
-        lock = threading.Lock()
-        here = 0
-
-        def received(n: int) -> None:
-            nonlocal here
-            with lock:
-                here += n
-                if self.progress:
-                    self.progress(name, here, entry.size_bytes)
-
-        digest = entry.hasher()
-        with open(part, "ab+") as file:
-            file.seek(0)
-            while chunk := file.read(2**20):
-                digest.update(chunk)
-            received(min(file.tell(), entry.size_bytes))
-            # Closed at once when writing fails: the download must not go on behind the error.
-            with closing(self._pieces(name, here, entry.size_bytes, received)) as pieces:
-                for piece in pieces:
-                    file.write(piece)
-                    digest.update(piece)
-        return entry.matches(digest)
-
-    def _pieces(
-        self, name: str, start: int, size: int, received: Callable[[int], None]
-    ) -> Iterator[bytearray]:
-        """The bytes of ``name`` from ``start`` on, in order, a few pieces in flight at a time."""
-        pool, stop = ThreadPoolExecutor(_CONNECTIONS), threading.Event()
-        flight: deque = deque()
-        try:
-            for offset in range(start, size, _PIECE_BYTES):
-                piece = Range(self.commit, name, size, offset, min(_PIECE_BYTES, size - offset))
-                flight.append(pool.submit(self._transfer.read, piece, received, stop))
-                if len(flight) == _CONNECTIONS:
-                    yield flight.popleft().result()
-            while flight:
-                yield flight.popleft().result()
-        finally:
-            # Reached early on an error or Ctrl-C: what is under way must not be waited for.
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+        path = self._staging / _RECORD
+        part_of(path).write_text(json.dumps(record))
+        os.replace(part_of(path), path)
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-def _is_intact(path: Path, entry: _Entry) -> bool:
-    """Whether the file at ``path``, if any, is exactly the one of the listing."""
-    if not path.is_file() or path.stat().st_size != entry.size_bytes:
-        return False
-    digest = entry.hasher()
-    with open(path, "rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return entry.matches(digest)

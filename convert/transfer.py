@@ -64,6 +64,8 @@ class Transfer:
     """Requests to one repository, repeated while that is sensible. Safe to use from threads."""
 
     def __init__(self, repo: str, endpoint: str) -> None:
+        if not endpoint.startswith(("http://", "https://")):
+            raise CheckpointError(f"HF_ENDPOINT={endpoint} is not a URL; unset it or correct it")
         self.repo = repo
         self.endpoint = endpoint
         self._lock = threading.Lock()

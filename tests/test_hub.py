@@ -10,8 +10,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from mlx_k3.convert import download, transfer
 from mlx_k3.convert import hub as hub_module
-from mlx_k3.convert import transfer
 from mlx_k3.convert.hub import HubSource
 from mlx_k3.convert.source import open_source
 from mlx_k3.errors import BudgetError, CheckpointError, UnsupportedError
@@ -50,7 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServe
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(hub_module, "_PIECE_BYTES", 100_000)
+        monkeypatch.setattr(download, "PIECE_BYTES", 100_000)
         monkeypatch.setattr(hub_module, "_HEAD_BYTES", 1000)
         monkeypatch.setattr(transfer, "_FIRST_WAIT_SECONDS", 0.01)
         monkeypatch.setattr(transfer, "_LONGEST_WAIT_SECONDS", 0.02)
@@ -435,7 +435,7 @@ def test_a_full_disk_stops_the_download_and_keeps_what_is_there(
 
     source = HubSource(REPO, staging=staging)
     with monkeypatch.context() as patch:
-        patch.setattr(hub_module, "open", Full, raising=False)
+        patch.setattr(download, "open", Full, raising=False)
         with pytest.raises(BudgetError, match=r"the disk is full, .* needs 1 MB; make room and"):
             source.fetch(SHARD)
     assert (staging / f"{SHARD}.part").stat().st_size == 200_000
