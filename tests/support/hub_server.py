@@ -42,9 +42,9 @@ class Fault:
     no_ranges: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
-    """What a client asked for, and how many bytes of the file it was ``sent``."""
+    """What a client asked for, and how many bytes of the file it was ``sent`` so far."""
 
     method: str
     name: str
@@ -52,7 +52,7 @@ class Request:
     stop: int
     at_storage: bool
     authorization: str | None
-    sent: int
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _api(self, repo: str, rest: list[str], query: dict[str, list[str]]) -> None:
         hub = self.server.hub
-        hub.note(Request(self.command, "", 0, 0, False, self.headers.get("Authorization"), 0))
+        hub.note(Request(self.command, "", 0, 0, False, self.headers.get("Authorization")))
         if (fault := hub.take_fault("", 0, 0)) and fault.status:
             return self._error(fault.status, headers=fault.headers)
         if (commit := self._commit(repo, rest[1] if len(rest) > 1 else "main")) is None:
@@ -271,39 +271,40 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
         self.send_header("Content-Length", str(stop - start))
         self.end_headers()
-        sent = self._body(file.path, start, stop, fault) if self.command == "GET" else 0
         auth = self.headers.get("Authorization")
-        hub.note(Request(self.command, name, start, stop, at_storage, auth, sent))
+        request = Request(self.command, name, start, stop, at_storage, auth)
+        hub.note(request)
+        if self.command == "GET":
+            self._body(file.path, request, fault)
 
-    def _body(self, path: Path, start: int, stop: int, fault: Fault) -> int:
-        """Send the bytes, or what the fault leaves of them; how many were sent."""
-        hub, position = self.server.hub, start
+    def _body(self, path: Path, request: Request, fault: Fault) -> None:
+        """Send the bytes, or what the fault leaves of them."""
+        hub, position = self.server.hub, request.start
         with open(path, "rb") as data:
-            data.seek(start)
-            while position < stop:
-                end = min(position + _CHUNK_BYTES, stop)
+            data.seek(position)
+            while position < request.stop:
+                end = min(position + _CHUNK_BYTES, request.stop)
                 for offset in (fault.drop_at, fault.hang_at):
                     if offset is not None and position <= offset:
                         end = min(end, offset)
                 chunk = bytearray(data.read(end - position))
                 if fault.corrupt_at is not None and position <= fault.corrupt_at < end:
                     chunk[fault.corrupt_at - position] ^= 1
+                # Counted before it is sent: a client that has it all may ask at once.
+                request.sent += len(chunk)
                 try:
                     self.wfile.write(chunk)
                 except (BrokenPipeError, ConnectionResetError):
                     self.close_connection = True
-                    return position - start
+                    return
                 position = end
-                if position == fault.drop_at:
-                    self.close_connection = True
-                    return position - start
                 if position == fault.hang_at:
                     hub.hang()
+                if position in (fault.drop_at, fault.hang_at):
                     self.close_connection = True
-                    return position - start
+                    return
                 if hub.bytes_per_second:
                     time.sleep(len(chunk) / hub.bytes_per_second)
-        return position - start
 
     def _range(self, size: int) -> tuple[int, int]:
         """The half-open span of the file that was asked for."""

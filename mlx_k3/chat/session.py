@@ -1,0 +1,250 @@
+"""A conversation with a model: messages, the cache that goes with them, save and load.
+
+Owns what is kept between turns. A KDA state belongs to the whole text read so far and cannot be
+trimmed, so a cache is used again only where the new prompt begins with exactly the ids in it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..errors import K3Error
+from . import xtml
+from .generation import (
+    Chunk,
+    PlainParser,
+    Reply,
+    Sampling,
+    conversation_ids,
+    generate,
+    reply_parser,
+    run,
+    stream_generate,
+)
+from .xtml_parser import ReplyParser, parse_conversation
+
+__all__ = ["Chunk", "Reply", "Session", "Stats", "generate", "stream_generate"]
+
+FORMAT = 1  # of a saved conversation
+
+
+@dataclass
+class Stats:
+    """Sums over a session's answers."""
+
+    answers: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Session:
+    """A conversation that remembers.
+
+    >>> session = Session(model, tokenizer, system="Answer in one sentence.")
+    >>> for chunk in session.turn("What is a delta rule?"):
+    ...     print(chunk.text, end="", flush=True)
+
+    Closing the iterator of a turn (or an exception in it) keeps what was said so far.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: TokenizerWrapper,
+        *,
+        system: str | None = None,
+        thinking: bool = True,
+        thinking_effort: str | None = "max",
+        tools: list[dict[str, Any]] | None = None,
+    ):
+        self._model = model
+        self._tokenizer = tokenizer
+        self._settings = {
+            "thinking": thinking,
+            "thinking_effort": thinking_effort,
+            "tools": tools,
+        }
+        self.system = system
+        self._messages: list[dict[str, Any]] = []
+        self.stats = Stats()
+        self.reply: Reply | None = None  # the last one
+        # Position in `messages` -> the message's ids as they were generated. Encoding an answer's
+        # text again can give other ids, and then the cache would be of no use.
+        self._generated: dict[int, list[int]] = {}
+        self._cache: list[Any] | None = None
+        self._cached_ids: list[int] = []
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far, without the system message."""
+        return list(self._messages)
+
+    def reset(self) -> None:
+        """Forget the messages; the system message and the settings stay."""
+        self._messages.clear()
+        self._generated.clear()
+        self._drop_cache()
+
+    def turn(
+        self,
+        content: str | Sequence[dict[str, Any]],
+        *,
+        max_tokens: int | None = 4096,
+        temp: float = 0.0,
+        top_p: float = 1.0,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Say ``content`` and stream the answer. The last chunk's ``reply`` tells what it cost.
+
+        ``content`` is a user's text, or messages (the results of tools, say).
+
+        Closed early, the answer so far is kept and the conversation can go on; an answer of which
+        nothing came takes the question back with it.
+
+        Raises:
+            K3Error: an empty message, or options out of range.
+        """
+        if isinstance(content, str):
+            content = [{"role": "user", "content": content}] if content.strip() else []
+        if not content:
+            raise K3Error("the message is empty")
+        return self._turn(list(content), Sampling(max_tokens, temp, top_p, options))
+
+    def _turn(self, question: list[dict[str, Any]], sampling: Sampling) -> Iterator[Chunk]:
+        self._messages += question
+        parser = reply_parser(self._tokenizer, self._settings["thinking"])
+        generated: list[int] = []
+        at_a_token = False  # the cache holds exactly the prompt and `generated`
+        try:
+            prompt = self._prompt()
+            cached_tokens = self._fit_cache(prompt)
+            sampling.options["prompt_cache"] = self._cache
+            chunks = run(
+                self._model,
+                self._tokenizer,
+                prompt,
+                parser,
+                sampling,
+                cached_tokens=cached_tokens,
+            )
+            with closing(chunks):
+                for chunk in chunks:
+                    generated.append(chunk.token)
+                    self.reply = chunk.reply
+                    at_a_token = True
+                    yield chunk
+                    at_a_token = chunk.reply is not None
+        finally:
+            if at_a_token:
+                self._cached_ids = prompt + generated
+            else:
+                self._drop_cache()
+            if generated:
+                self._keep_answer(parser, generated)
+                self._count(len(prompt), cached_tokens, len(generated))
+            else:
+                del self._messages[-len(question) :]
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation as JSON.
+
+        Raises:
+            K3Error: the file cannot be written.
+        """
+        saved = {
+            "format": FORMAT,
+            "system": self.system,
+            **self._settings,
+            "messages": self._messages,
+            # With these, an answer read back is the one given, token for token.
+            "generated_ids": {str(i): ids for i, ids in self._generated.items()},
+        }
+        try:
+            Path(path).write_text(
+                json.dumps(saved, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
+            )
+        except OSError as e:
+            raise K3Error(f"{path}: {e.strerror}") from None
+
+    def load(self, path: str | Path) -> None:
+        """Take up a saved conversation in place of this one, with its settings.
+
+        Raises:
+            K3Error: no such file, or not a saved conversation. This one then stays as it is.
+        """
+        try:
+            saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as e:
+            raise K3Error(f"{path}: {e.strerror}") from None
+        except ValueError:
+            raise K3Error(f"{path} is not valid JSON; /save writes what /load reads") from None
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+            raise K3Error(f"{path} is not a saved conversation of format {FORMAT}")
+        messages, generated = saved.get("messages"), saved.get("generated_ids", {})
+        if not isinstance(messages, list) or not isinstance(generated, dict):
+            raise K3Error(f"{path} has no list of messages")
+        settings = {key: saved.get(key, value) for key, value in self._settings.items()}
+        # Renders before anything is replaced: a message that does not fit is found here.
+        conversation_ids(self._tokenizer, messages, **settings)
+
+        self.reset()
+        self.system, self._settings, self._messages = saved.get("system"), settings, messages
+        for key, ids in generated.items():
+            if key.isdecimal() and int(key) < len(messages) and self._says(ids, int(key)):
+                self._generated[int(key)] = ids
+
+    def _prompt(self) -> list[int]:
+        messages, offset = self._messages, 0
+        if self.system is not None:
+            messages, offset = [{"role": "system", "content": self.system}, *messages], 1
+        if not self._tokenizer.speaks_xtml:
+            return conversation_ids(self._tokenizer, messages, **self._settings)
+        rendered = xtml.render(messages, **self._settings)
+        ids = xtml.encode(rendered.head, self._tokenizer)
+        for position, segments in enumerate(rendered.messages, start=-offset):
+            known = self._generated.get(position)
+            ids += xtml.encode(segments, self._tokenizer) if known is None else known
+        return ids + xtml.encode(rendered.tail, self._tokenizer)
+
+    def _fit_cache(self, prompt: list[int]) -> int:
+        """Make the cache one that ``prompt`` continues; returns how many ids it already holds."""
+        held = len(self._cached_ids)
+        if self._cache is None or held >= len(prompt) or prompt[:held] != self._cached_ids:
+            self._cache, self._cached_ids = make_prompt_cache(self._model), []
+        return len(self._cached_ids)
+
+    def _drop_cache(self) -> None:
+        self._cache, self._cached_ids = None, []
+        mx.clear_cache()
+
+    def _keep_answer(self, parser: ReplyParser | PlainParser, generated: list[int]) -> None:
+        parser.finish()
+        self._messages.append(parser.message)
+        closing_segments = parser.closing()
+        if closing_segments is not None:
+            opening = xtml.encode(xtml.reply_opening(self._settings["thinking"]), self._tokenizer)
+            ending = xtml.encode(closing_segments, self._tokenizer)
+            self._generated[len(self._messages) - 1] = opening + generated + ending
+
+    def _says(self, ids: Any, position: int) -> bool:
+        """Whether ``ids`` are this tokenizer's for the assistant message at ``position``."""
+        table = self._tokenizer.table
+        if not self._tokenizer.speaks_xtml or not isinstance(ids, list):
+            return False
+        if not all(isinstance(i, int) and 0 <= i < len(table.pieces) for i in ids):
+            return False
+        return parse_conversation(ids, table) == [self._messages[position]]
+
+    def _count(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int) -> None:
+        self.stats.answers += 1
+        self.stats.prompt_tokens += prompt_tokens
+        self.stats.cached_tokens += cached_tokens
+        self.stats.generated_tokens += generated_tokens
