@@ -86,25 +86,21 @@ def open_conversion(
 ) -> "Conversion":
     """Plan a conversion without carrying it out; arguments and errors as for :func:`convert`."""
     out = Path(out)
-    source, staging = src, None
+    source = src
     if isinstance(src, (str, Path)):
         staging = out.with_name(out.name + ".source")
         source = open_source(src, revision=revision, free_source=free_source, staging=staging)
     plan = make_plan(source, experts=experts, trunk=trunk)
-    return Conversion(source, plan, out, staging if free_source else None)
+    return Conversion(source, plan, out)
 
 
 @dataclass
 class Conversion:
-    """A plan, and the folder it is carried out in.
-
-    ``staging`` is the folder of downloads to delete at the end.
-    """
+    """A plan, and the folder it is carried out in."""
 
     source: Source
     plan: Plan
     out: Path
-    staging: Path | None = None
 
     def check(self) -> None:
         """Everything that can be refused before ``out`` is touched.
@@ -136,6 +132,9 @@ class Conversion:
 
     def _check_space(self, done: dict[str, journal.Record]) -> None:
         needed = self.plan.total_bytes - sum(r.nbytes for r in done.values())
+        # What is downloaded lies beside the output.
+        pending = [output.shards for output in self.plan.outputs if output.name not in done]
+        needed += self.source.room_bytes(pending)
         if (missing := needed - _free_bytes(self.out)) > 0:
             raise BudgetError(
                 f"{self.out}: {format_bytes(needed)} to write, {format_bytes(missing)} more than "
@@ -170,8 +169,7 @@ class Conversion:
                 lambda: package.finish(self.out, self.source, self.plan, self.job, book.done)
             )
             book.remove()
-            if self.staging is not None:
-                shutil.rmtree(self.staging, ignore_errors=True)
+            self.source.close()
         finally:
             book.close()
         seconds = time.perf_counter() - started
@@ -194,6 +192,13 @@ class Conversion:
         self._release(name for name, count in uses.items() if not count)
         ahead = total - sum(output.layout.file_bytes for output in pending)
         written = 0
+
+        def downloading(name: str, here: int, size: int) -> None:
+            if progress and here < size:
+                share = f"{format_bytes(here)} of {format_bytes(size)}"
+                progress(ahead + written, total, f"downloading {name}, {share}")
+
+        self.source.progress = downloading
         for output in pending:
 
             def advance(nbytes: int, output: Output = output) -> None:
