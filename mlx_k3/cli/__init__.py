@@ -10,8 +10,11 @@ import sys
 import typer
 
 from ..errors import K3Error
+from .chat import chat
 from .convert import convert
 from .doctor import doctor
+from .generate import generate
+from .verify import verify
 
 app = typer.Typer(
     name="mlx-k3",
@@ -44,5 +47,8 @@ def main() -> None:
         raise SystemExit(141) from None
 
 
+app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
+app.command()(generate)
+app.command()(verify)
