@@ -18,6 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import huggingface_hub
+import pytest
+
 _MAX_CONNECTIONS = 32
 _CHUNK_BYTES = 16 * 1024
 
@@ -152,6 +155,22 @@ class HubServer:
     def note(self, request: Request) -> None:
         with self._lock:
             self.requests.append(request)
+
+
+def use_hub(server: HubServer, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    """Direct huggingface_hub in this process to ``server``; ``home`` is for its cache.
+
+    It reads the environment once, when it is imported: here its constants have to change.
+    """
+    constants = huggingface_hub.constants
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
 
 
 class _Server(ThreadingHTTPServer):
