@@ -8,16 +8,16 @@ The recurrence, per head, with ``a = exp(log_decay)`` per key channel (Kimi Line
     S <- S + u k^T
     o  = S q
 
-The chunked form computes the same with matrix products. Its exponents are differences of
-cumulative log decays that are never positive, so nothing overflows however strong the gate.
+The chunked form computes the same with matrix products over chunks of tokens. It only ever
+multiplies decays, which are at most 1: nothing overflows and nothing cancels, however strong the
+gate.
 """
 
 import mlx.core as mx
 import mlx.nn as nn
 
-CHUNK = 64  # tokens solved together
-BLOCK = 16  # tokens whose pairwise decays are formed explicitly; CHUNK is a multiple of it
-SCRATCH_BYTES = 128 << 20  # bound on those pairwise decays; longer inputs go in segments
+CHUNK = 64  # tokens solved together, a power of two
+SCRATCH_BYTES = 256 << 20  # bound on the temporaries; longer inputs go in segments
 
 
 def l2norm(x: mx.array, eps: float = 1e-6) -> mx.array:
@@ -83,7 +83,7 @@ def kda_chunked(
     float32. Returns the outputs ``[B,T,H,V]`` and the state after the last token.
     """
     B, T, H, K = q.shape
-    tokens = max(SCRATCH_BYTES // (4 * B * H * BLOCK * K) // CHUNK, 1) * CHUNK
+    tokens = max(SCRATCH_BYTES // (64 * B * H * K) // CHUNK, 1) * CHUNK
     outputs = []
     for t in range(0, T, tokens):
         parts = (x[:, t : t + tokens] for x in (q, k, v, log_decay, beta))
@@ -95,17 +95,15 @@ def kda_chunked(
 def _segment(q, k, v, log_decay, beta, state):
     """:func:`kda_chunked` for as many tokens as the scratch bound allows."""
     T, V = q.shape[1], v.shape[-1]
-    chunk = min(CHUNK, -(-T // BLOCK) * BLOCK)
-    q, k, v, log_decay, beta = (_chunks(x, chunk) for x in (q, k, v, log_decay, beta[..., None]))
+    chunk = min(CHUNK, 1 << (T - 1).bit_length())
+    q, k, v, decay, beta = (_chunks(x, chunk) for x in (q, k, v, log_decay, beta[..., None]))
+    qk, inverse, since, until = _decayed_products(q, k, mx.exp(decay), beta)
 
-    qk, kk, to_end = _decayed_products(q, k, log_decay)
-    decay = mx.exp(mx.cumsum(log_decay, axis=-2))
     # u = w_v - w_k S: the chunk's updates, given the state S at its start.
-    w = _solve_unit_lower(beta * kk, mx.concatenate([beta * v, beta * k * decay], axis=-1))
+    w = inverse @ (beta * mx.concatenate([v, k * since], axis=-1))
     w_v, w_k = w[..., :V], w[..., V:]
-    q_start = q * decay
-    k_end = (k * mx.exp(to_end)).swapaxes(-1, -2)
-    chunk_decay = decay[..., -1, :, None]
+    q_start, k_end = q * since, (k * until).swapaxes(-1, -2)
+    chunk_decay = since[..., -1, :, None]
 
     state = state.swapaxes(-1, -2)
     outputs = []
@@ -124,65 +122,44 @@ def _chunks(x: mx.array, chunk: int) -> mx.array:
     return x.reshape(B, -1, chunk, H, D).transpose(0, 3, 1, 2, 4)
 
 
-def _decayed_products(q, k, log_decay):
-    """``sum_c q_ic k_jc a_ijc`` for j <= i, the same with k_i for j < i, and log a to the end.
+def _decayed_products(q, k, decay, beta):
+    """What the tokens of a chunk are to each other; ``[..., C, K]`` each, beta ``[..., C, 1]``.
 
-    ``a_ij`` is the decay from token j to token i: the product of the steps in between. Pairs
-    within a block of 16 tokens form it explicitly; a pair from an earlier block meets at the end
-    of the block before i's. Every exponent is a sum of steps, never a difference of sums, so
-    none is positive and none cancels.
+    With ``a_ij`` the decay from token j to token i, per channel, this returns
+
+    - ``qk_ij = sum_c q_ic k_jc a_ijc`` for j <= i, else 0
+    - ``(I + A)^-1`` for ``A_ij = beta_i sum_c k_ic k_jc a_ijc`` for j < i, else 0
+    - the decay since the chunk's start, up to and with each token
+    - the decay after each token until the chunk's end
+
+    Blocks of 1, 2, 4, ... tokens are joined two by two. A pair across the seam decays from its
+    left token until the seam and from there to its right token; the inverse of a joined block is
+    a forward substitution. (Summing powers of ``A`` instead cancels at real gates.)
     """
-    C = q.shape[-2]
-    rows_qk, rows_kk = [], []
-    lower = mx.tril(mx.ones((BLOCK, BLOCK)))
-    strict = mx.tril(mx.ones((BLOCK, BLOCK)), -1)
-    to_end = None  # from each token before this block to the block's start
-    for start in range(0, C, BLOCK):
-        block = slice(start, start + BLOCK)
-        q_i, k_i, steps = q[..., block, :], k[..., block, :], log_decay[..., block, :]
-        pair = mx.cumsum(steps[..., :, None, :] * strict[..., None], axis=-3)
-        pair = mx.exp(pair) * k_i[..., None, :, :]
-        qk = ((pair @ q_i[..., None])[..., 0] * lower,)
-        kk = ((pair @ k_i[..., None])[..., 0] * strict,)
-        since = mx.cumsum(steps, axis=-2)
-        after = mx.cumsum(steps, axis=-2, reverse=True, inclusive=False)
-        if to_end is not None:
-            left = mx.concatenate([q_i, k_i], axis=-2) * mx.exp(mx.concatenate([since] * 2, -2))
-            left = left @ (k[..., :start, :] * mx.exp(to_end)).swapaxes(-1, -2)
-            qk, kk = (left[..., :BLOCK, :], *qk), (left[..., BLOCK:, :], *kk)
-            after = mx.concatenate([to_end + since[..., -1:, :], after], axis=-2)
-        to_end = after
-        if rest := C - start - BLOCK:
-            zeros = mx.zeros((*q.shape[:-2], BLOCK, rest))
-            qk, kk = (*qk, zeros), (*kk, zeros)
-        rows_qk.append(mx.concatenate(qk, axis=-1))
-        rows_kk.append(mx.concatenate(kk, axis=-1))
-    return mx.concatenate(rows_qk, axis=-2), mx.concatenate(rows_kk, axis=-2), to_end
+    q, k, beta, since = (x[..., None, :] for x in (q, k, beta, decay))
+    until = mx.ones_like(since)
+    qk = (q * k).sum(-1, keepdims=True)
+    inverse = mx.ones_like(qk)
+    while since.shape[-3] > 1:
+        (_, q_r), (k_l, k_r), (_, beta_r) = _halves(q), _halves(k), _halves(beta)
+        (since_l, since_r), (until_l, until_r) = _halves(since), _halves(until)
+        (qk_l, qk_r), (inverse_l, inverse_r) = _halves(qk), _halves(inverse)
+        across = (k_l * until_l).swapaxes(-1, -2)
+        qk = _corner(qk_l, (q_r * since_r) @ across, qk_r)
+        seam = inverse_r @ ((beta_r * k_r * since_r) @ across) @ inverse_l
+        inverse = _corner(inverse_l, -seam, inverse_r)
+        until = mx.concatenate([until_l * since_r[..., -1:, :], until_r], axis=-2)
+        since = mx.concatenate([since_l, since_r * since_l[..., -1:, :]], axis=-2)
+        q, k, beta = (x.reshape(*since.shape[:-1], -1) for x in (q, k, beta))
+    return (x.squeeze(-3) for x in (qk, inverse, since, until))
 
 
-def _solve_unit_lower(a: mx.array, b: mx.array) -> mx.array:
-    """``x`` with ``(I + a) x = b``; ``a [..., C, C]`` strictly lower triangular, ``b [..., C, D]``.
-
-    Forward substitution by blocks. (Summing powers of ``a`` instead cancels at real gates.)
-    """
-    C = a.shape[-1]
-    solved = None
-    for start in range(0, C, BLOCK):
-        block = slice(start, start + BLOCK)
-        rest = b[..., block, :]
-        if start:
-            rest = rest - a[..., block, :start] @ solved
-        x = _inverse_unit_lower(a[..., block, block]) @ rest
-        solved = mx.concatenate([solved, x], axis=-2) if start else x
-    return solved
+def _halves(x: mx.array) -> tuple[mx.array, mx.array]:
+    """The left and the right block of every two to be joined."""
+    return x[..., 0::2, :, :], x[..., 1::2, :, :]
 
 
-def _inverse_unit_lower(a: mx.array) -> mx.array:
-    """``(I + a)^-1`` for a strictly lower triangular ``a [..., n, n]``, row by row."""
-    n = a.shape[-1]
-    eye = mx.broadcast_to(mx.eye(n), a.shape)
-    rows = eye[..., :1, :]
-    for i in range(1, n):
-        row = eye[..., i : i + 1, :] - (a[..., i, :i, None] * rows).sum(-2, keepdims=True)
-        rows = mx.concatenate([rows, row], axis=-2)
-    return rows
+def _corner(left: mx.array, below: mx.array, right: mx.array) -> mx.array:
+    """The lower triangular ``[[left, 0], [below, right]]``."""
+    top = mx.concatenate([left, mx.zeros_like(left)], axis=-1)
+    return mx.concatenate([top, mx.concatenate([below, right], axis=-1)], axis=-2)

@@ -5,10 +5,18 @@ expanding the weights and calling BLAS is tens of times faster. GPUs have kernel
 """
 
 import mlx.core as mx
+import numpy as np
 
-# Rows from which expanding wins on a CPU, by mode: expanding costs 5.6 ns a weight for mxfp4 and
-# 0.9 ns for 8-bit affine, a packed row 0.26 and 0.65 ns (two-core x86-64).
-_EXPAND_ROWS = {"mxfp4": 20, "affine": 2}
+# Rows from which expanding wins on a CPU, by mode; a packed row costs about 0.3 ns a weight in
+# mxfp4 and 0.7 ns in 8-bit affine, expanding 2.5 and 0.9 ns (two-core x86-64).
+_EXPAND_ROWS = {"mxfp4": 9, "affine": 2}
+
+_CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_CODES = np.concatenate([_CODES, -_CODES])
+# Both values of a byte, low nibble first, as one 64-bit word: one look-up yields two weights.
+_PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], axis=-1)
+_PAIRS = _PAIRS.view(np.int64)[:, 0]
+_SCALES = np.append(np.exp2(np.arange(255) - 127.0), np.nan).astype(np.float32)
 
 
 def quantized_matmul(
@@ -34,5 +42,24 @@ def quantized_matmul(
     how = {"group_size": group_size, "bits": bits, "mode": mode}
     rows = x.size // x.shape[-1]
     if mx.default_device() == mx.cpu and rows >= _EXPAND_ROWS.get(mode, 4):
-        return x @ mx.dequantize(weight, scales, biases, dtype=x.dtype, **how).T
+        return x @ expand(weight, scales, biases, x.dtype, **how).T
     return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **how)
+
+
+def expand(
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    dtype: mx.Dtype,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str,
+) -> mx.array:
+    """``mx.dequantize``, twice as fast for mxfp4 on a CPU and equal to the bit."""
+    if mode != "mxfp4" or mx.default_device() != mx.cpu:
+        how = {"group_size": group_size, "bits": bits, "mode": mode}
+        return mx.dequantize(weight, scales, biases, dtype=dtype, **how)
+    pairs = mx.array(_PAIRS)[weight.view(mx.uint8)].view(mx.float32)
+    values = pairs.reshape(*scales.shape, group_size) * mx.array(_SCALES)[scales][..., None]
+    return values.flatten(-2).astype(dtype)
