@@ -55,6 +55,16 @@ def read(out: Path) -> tuple[dict[str, Any] | None, dict[str, Record], int]:
     return job, done, end
 
 
+def check_finished(out: Path) -> None:
+    """Refuse a folder with an unfinished conversion.
+
+    Raises:
+        CheckpointError: if there is one in ``out``.
+    """
+    if (out / NAME).exists():
+        raise CheckpointError(f"{out}: the conversion is not finished; run the same command again")
+
+
 class Journal:
     """The open, locked journal of one conversion."""
 

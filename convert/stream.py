@@ -11,27 +11,21 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..checkpoint.names import MlxTensor, ReleaseTensor
-from ..checkpoint.reader import NUMPY_DTYPES, TensorFile, TensorInfo
-from ..checkpoint.writer import IN_FLIGHT, PARTIAL, tensor_bytes, write_file
+from ..checkpoint.names import MlxTensor
+from ..checkpoint.writer import PARTIAL, write_file
 from ..errors import BudgetError, CheckpointError, UnsupportedError
 from ..units import format_bytes
 from . import journal, package
+from .blocks import Blocks, as_bytes, open_blocks
 from .plan import NothingToDo, Output, Plan, make_plan
 from .profiles import Error, Profile, quantize
 from .source import FolderSource, Source, open_source
-
-BLOCK_BYTES = 8 * 2**20
-# Source bytes that are quantized at once: large enough for the device, small enough for memory.
-QUANTIZE_BYTES = 32 * 2**20
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all and the file at hand."""
@@ -219,19 +213,11 @@ class Conversion:
 
     def _write(self, output: Output, advance: Callable[[int], None]) -> journal.Record:
         errors: dict[str, Error] = {}
-        with ExitStack() as stack:
-            files = {name: stack.enter_context(self._open(name, output)) for name in output.shards}
-            blocks = _Blocks(self.plan, output, files, errors)
-            digest = write_file(self.out / output.name, blocks, advance)
+        with open_blocks(self.source, self.plan, output) as blocks:
+            path = self.out / output.name
+            digest = write_file(path, _file(output, blocks, errors), advance)
         sums = {kind: [e.error, e.size] for kind, e in sorted(errors.items())}
         return journal.Record(output.name, output.layout.file_bytes, digest, sums)
-
-    def _open(self, name: str, output: Output) -> TensorFile:
-        file = TensorFile(self.source.fetch(name))
-        if file.header.sha256 != self.plan.checkpoint.headers[name].sha256:
-            file.close()
-            raise CheckpointError(f"{self.source.label}: {name} changed during the conversion")
-        return file
 
     def _guard(self, action: Callable[[], Any]) -> Any:
         """Run ``action``; a full or failing disk becomes one clear line."""
@@ -249,108 +235,38 @@ class Conversion:
             ) from None
 
 
-class _Blocks:
-    """The bytes of one output file, in order: iterate once."""
-
-    def __init__(
-        self, plan: Plan, output: Output, files: dict[str, TensorFile], errors: dict[str, Error]
-    ) -> None:
-        self._plan = plan
-        self._output = output
-        self._files = files
-        self._errors = errors
-        # The writer may hold IN_FLIGHT blocks while one more is filled.
-        self._buffers = cycle([_buffer(BLOCK_BYTES) for _ in range(IN_FLIGHT + 1)])
-
-    def __iter__(self) -> Iterator[memoryview | bytes]:
-        held: dict[str, np.ndarray] = {}
-        yield self._output.layout.header
-        for name in self._output.layout.tensors:
-            if name in held:
-                yield _bytes_of(held.pop(name))
-                continue
-            tensor = self._output.tensors[name]
-            if how := self._output.profiles.get(name):
-                yield from self._quantized(tensor, how, held)
-            elif tensor.op in ("join", "a_log"):
-                yield from self._joined(tensor, self._buffers)
-            else:
-                yield _bytes_of(self._half_of_kv_b(tensor))
-
-    def _dtype(self, tensor: MlxTensor) -> str:
-        return self._plan.checkpoint.info(tensor.sources[0].name).dtype
-
-    def _joined(self, tensor: MlxTensor, buffers: Iterator[memoryview]) -> Iterator[memoryview]:
-        """The sources' bytes one after the other, filling ``buffers`` in turn.
-
-        ``a_log`` ends at the last head: what follows there is padding.
-        """
-        left = tensor_bytes(tensor.dtype or self._dtype(tensor), tensor.shape)
-        buffer, filled = next(buffers), 0
-        for source in tensor.sources:
-            file, info = self._find(source)
-            position, end = info.offset, info.offset + min(info.nbytes, left)
-            left -= end - position
-            while position < end:
-                # A buffer taken from the cycle and not yielded would shorten the writer's grace.
-                if filled == len(buffer):
-                    yield buffer
-                    buffer, filled = next(buffers), 0
-                n = min(end - position, len(buffer) - filled)
-                file.read_into(buffer[filled : filled + n], position)
-                position, filled = position + n, filled + n
-        if filled:
-            yield buffer[:filled]
-
-    def _find(self, source: ReleaseTensor) -> tuple[TensorFile, TensorInfo]:
-        checkpoint = self._plan.checkpoint
-        return self._files[checkpoint.files[source.name]], checkpoint.info(source.name)
-
-    def _half_of_kv_b(self, tensor: MlxTensor) -> np.ndarray:
-        """``kv_b_proj`` [H * (nope + value), rank] -> ``embed_q`` or ``unembed_out``."""
-        file, _ = self._find(tensor.sources[0])
-        weight = file.array(tensor.sources[0].name)
-        heads, nope = self._plan.config.num_attention_heads, self._plan.config.qk_nope_head_dim
-        weight = weight.reshape(heads, -1, weight.shape[-1])
-        if tensor.op == "embed_q":
-            return np.ascontiguousarray(weight[:, :nope].swapaxes(1, 2))
-        return np.ascontiguousarray(weight[:, nope:])
-
-    def _quantized(
-        self, tensor: MlxTensor, how: Profile, held: dict[str, np.ndarray]
-    ) -> Iterator[memoryview]:
-        """The quantized weight in blocks; its scales (and biases) are left in ``held``."""
-        dtype, width = self._dtype(tensor), tensor.shape[-1]
-        total = self._errors.setdefault(tensor.kind, Error())
-        rest: list[list[np.ndarray]] = []
-        for rows in self._rows(tensor, dtype, width):
-            (weight, *parts), error = quantize(rows, dtype, how)
-            total.add(error)
-            rest.append(parts)
-            yield _bytes_of(weight)
-        names = [name for name, _ in how.stored(tensor, dtype)][1:]
-        for name, parts in zip(names, zip(*rest, strict=True), strict=True):
-            held[name] = np.concatenate(parts)
-
-    def _rows(self, tensor: MlxTensor, dtype: str, width: int) -> Iterator[np.ndarray]:
-        """The weight as [rows, width], some rows at a time."""
-        if tensor.op != "join":
-            yield self._half_of_kv_b(tensor).reshape(-1, width)
-            return
-        row_bytes = width * NUMPY_DTYPES[dtype].itemsize
-        buffer = _buffer(max(QUANTIZE_BYTES // row_bytes, 1) * row_bytes)
-        # Quantizing copies the block before the next one is read: one buffer will do.
-        for block in self._joined(tensor, repeat(buffer)):
-            yield np.frombuffer(block, NUMPY_DTYPES[dtype]).reshape(-1, width)
+def _file(output: Output, blocks: Blocks, errors: dict[str, Error]) -> Iterator[memoryview | bytes]:
+    """The bytes of an output file in order; what quantizing costs is added to ``errors``."""
+    held: dict[str, np.ndarray] = {}
+    yield output.layout.header
+    for name in output.layout.tensors:
+        if name in held:
+            yield as_bytes(held.pop(name))
+        elif how := output.profiles.get(name):
+            yield from _quantized(output.tensors[name], how, blocks, held, errors)
+        else:
+            yield from blocks.raw(output.tensors[name])
 
 
-def _buffer(nbytes: int) -> memoryview:
-    # numpy leaves fresh memory untouched: a large buffer costs nothing until it is used.
-    return memoryview(np.empty(nbytes, np.uint8))
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B")
+def _quantized(
+    tensor: MlxTensor,
+    how: Profile,
+    blocks: Blocks,
+    held: dict[str, np.ndarray],
+    errors: dict[str, Error],
+) -> Iterator[memoryview]:
+    """The quantized weight in blocks; its scales (and biases) are left in ``held``."""
+    dtype = blocks.dtype(tensor)
+    total = errors.setdefault(tensor.kind, Error())
+    rest: list[list[np.ndarray]] = []
+    for rows in blocks.rows(tensor):
+        (weight, *parts), error = quantize(rows, dtype, how)
+        total.add(error)
+        rest.append(parts)
+        yield as_bytes(weight)
+    names = [name for name, _ in how.stored(tensor, dtype)][1:]
+    for name, parts in zip(names, zip(*rest, strict=True), strict=True):
+        held[name] = np.concatenate(parts)
 
 
 def _free_bytes(out: Path) -> int:

@@ -14,6 +14,7 @@ from .chat import chat
 from .convert import convert
 from .doctor import doctor
 from .generate import generate
+from .inspect import inspect
 from .verify import verify
 
 app = typer.Typer(
@@ -51,4 +52,5 @@ app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
 app.command()(generate)
+app.command()(inspect)
 app.command()(verify)

@@ -72,13 +72,13 @@ def convert(
         summary = conversion.plan.summary()
         print(json.dumps(summary) if as_json else _plan_text(summary))
         return
-    with _progress() as advance:
+    with progress_bar() as advance:
         report = conversion.run(advance)
     print(json.dumps(report) if as_json else _report_text(report))
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def progress_bar() -> Iterator[Any]:
     """A bar on stderr, with speed and time left; the callback that moves it."""
     from rich.console import Console
     from rich.progress import (
@@ -98,6 +98,7 @@ def _progress() -> Iterator[Any]:
         TimeRemainingColumn(),
         console=Console(file=sys.stderr),
         transient=True,
+        disable=not sys.stderr.isatty(),
     )
     with bar:
         task = bar.add_task("preparing", total=None)
