@@ -14,6 +14,8 @@ from .errors import CheckpointError, UnsupportedError
 # Which file format each model type comes in; mlx-lm names its model files the same way.
 MODEL_TYPES = ("kimi_k3", "kimi_linear")
 
+_PARTITION = "kda_layers and full_attn_layers must name every layer from 1 to {} exactly once"
+
 
 @dataclass(frozen=True)
 class K3Config:
@@ -104,7 +106,7 @@ class K3Config:
         text = config.get("text_config", config)
         try:
             return cls._read(config, text)
-        except (KeyError, TypeError, ValueError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
             what = f"{e.args[0]!r} is missing" if isinstance(e, KeyError) else str(e)
             raise CheckpointError(f"config.json: {what}") from None
 
@@ -112,12 +114,13 @@ class K3Config:
     def _read(cls, config: dict[str, Any], text: dict[str, Any]) -> "K3Config":
         linear = text["linear_attn_config"]
         layers = int(text["num_hidden_layers"])
+        if len(linear["kda_layers"]) + len(linear["full_attn_layers"]) != layers:
+            raise ValueError(_PARTITION.format(layers))
         eos = config.get("eos_token_id", text.get("eos_token_id"))
         if not text.get("mla_use_nope", False):
             raise UnsupportedError(
                 "config.json: mla_use_nope is false; only NoPE models are supported"
             )
-        head_dim = text.get("head_dim")
         result = cls(
             model_type=config["model_type"],
             vocab_size=int(text["vocab_size"]),
@@ -144,9 +147,9 @@ class K3Config:
             use_full_rank_gate=bool(linear.get("use_full_rank_gate", False)),
             q_lora_rank=text.get("q_lora_rank"),
             kv_lora_rank=int(text["kv_lora_rank"]),
-            qk_nope_head_dim=int(text.get("qk_nope_head_dim") or head_dim),
+            qk_nope_head_dim=int(_first(text, "qk_nope_head_dim", "head_dim")),
             qk_rope_head_dim=int(text.get("qk_rope_head_dim") or 0),
-            v_head_dim=int(text.get("v_head_dim") or head_dim),
+            v_head_dim=int(_first(text, "v_head_dim", "head_dim")),
             mla_use_output_gate=bool(text.get("mla_use_output_gate", False)),
             num_experts_per_token=int(text.get("num_experts_per_token", 1)),
             num_shared_experts=int(text.get("num_shared_experts") or 0),
@@ -171,10 +174,7 @@ class K3Config:
     def _check(self, mla_layers: frozenset[int]) -> None:
         everything = frozenset(range(self.num_hidden_layers))
         if self.kda_layers & mla_layers or self.kda_layers | mla_layers != everything:
-            raise ValueError(
-                "kda_layers and full_attn_layers must name every layer from 1 to "
-                f"{self.num_hidden_layers} exactly once"
-            )
+            raise ValueError(_PARTITION.format(self.num_hidden_layers))
         if self.hidden_act not in ("situ", "silu"):
             raise UnsupportedError(
                 f"config.json: hidden_act {self.hidden_act!r} is not implemented"
@@ -216,6 +216,14 @@ class K3Config:
     def weight_prefix(self) -> str:
         """What the text model's tensor names start with before ``model.`` or ``lm_head.``."""
         return "language_model." if self.model_type == "kimi_k3" else ""
+
+
+def _first(text: dict[str, Any], name: str, other: str) -> Any:
+    """The field ``name``, or ``other`` where it is not set."""
+    value = text.get(name) or text.get(other)
+    if value is None:
+        raise KeyError(name)
+    return value
 
 
 def _expert_counts(text: dict[str, Any], layers: int) -> tuple[int, ...]:

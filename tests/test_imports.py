@@ -25,7 +25,7 @@ ALLOWED = {
     "kernels": set(),
     "models": {"kernels", "config"},
     "experts": {"checkpoint", "config"},
-    "loader": {"models", "experts", "checkpoint", "config", "chat.tokenizer"},
+    "loader": {"models", "experts", "checkpoint", "config"} | {"chat.tokenizer", "convert.source"},
     "convert": {"checkpoint", "config"},
     "convert.prune": {"loader"},
     "chat": {"loader", "models", "config"},
