@@ -188,6 +188,8 @@ class K3Config:
             value = getattr(self, field.name)
             if field.type is int and field.name != "num_shared_experts" and value < 0:
                 raise ValueError(f"{field.name} is {value}")
+        if self.num_expert_group < 1:
+            raise ValueError(f"num_expert_group is {self.num_expert_group}")
         for layer, count in enumerate(self.expert_counts):
             if 0 < count < self.num_experts_per_token:
                 raise ValueError(
