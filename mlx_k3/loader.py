@@ -3,6 +3,8 @@
 Owns the order of things: check every file, build the modules, name, pack and place the weights.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from .chat.tokenizer import load_tokenizer
-from .checkpoint.index import Checkpoint, open_checkpoint, read_json
+from .checkpoint.extents import ExpertExtents, merge, open_experts
+from .checkpoint.index import LocalFolder, open_checkpoint, read_json
+from .checkpoint.reader import TensorFile
 from .config import K3Config
-from .convert.source import FolderSource
 from .errors import CheckpointError
 from .models.kimi import Model
 
@@ -22,6 +25,15 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _PREFIX = "language_model."
+
+# How a piece's bytes lie in an array; memoryview knows no bfloat16.
+_STORAGE = {
+    "U8": mx.uint8,
+    "U32": mx.uint32,
+    "BF16": mx.uint16,
+    "F16": mx.float16,
+    "F32": mx.float32,
+}
 
 
 def load(path: str | Path, dtype: str | None = None) -> "tuple[Model, TokenizerWrapper | None]":
@@ -42,16 +54,24 @@ def load(path: str | Path, dtype: str | None = None) -> "tuple[Model, TokenizerW
             the tensors are not this model's.
         UnsupportedError: the model is of another family.
     """
-    source = FolderSource(path)
-    config = K3Config.from_file(source.fetch("config.json"))
-    checkpoint = open_checkpoint(source)
+    folder = Path(path)
+    config = K3Config.from_file(folder)
+    local = LocalFolder(folder)
+    checkpoint = open_checkpoint(local)
     if any(".block_sparse_moe." in name for name in checkpoint.files):
         raise CheckpointError(
             f"{path} is in the release's own format; convert it once: mlx-k3 convert {path} OUT"
         )
+    experts = open_experts(folder)
+    weights: dict[str, mx.array] = {}
+    for file in checkpoint.headers:
+        weights |= mx.load(str(folder / file))  # mapped, not read yet
+    if experts.form == "reference":
+        weights |= dict(_read_experts(experts))
+
     model = Model(config)
-    weights = model.sanitize(_open_weights(source, checkpoint))
-    _quantize(model, weights, read_json(source, "config.json"))
+    weights = model.sanitize(weights)
+    _quantize(model, weights, read_json(local, "config.json"))
     _check_parameters(model, weights, str(path))
     _recast(weights, dtype)
     model.load_weights(list(weights.items()), strict=False)
@@ -60,15 +80,32 @@ def load(path: str | Path, dtype: str | None = None) -> "tuple[Model, TokenizerW
     for layer in model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
-    return model, load_tokenizer(Path(path))
+    return model, load_tokenizer(folder)
 
 
-def _open_weights(source: FolderSource, checkpoint: Checkpoint) -> dict[str, mx.array]:
-    """Every tensor of the text model, mapped but not read yet."""
-    weights: dict[str, mx.array] = {}
-    for file in checkpoint.headers:
-        weights |= mx.load(str(source.fetch(file)))
-    return weights
+def _read_experts(experts: ExpertExtents) -> Iterator[tuple[str, mx.array]]:
+    """The experts of a release's shards, stacked as an MLX package has them, layer by layer."""
+    with ExitStack() as files:
+        opened: dict[str, TensorFile] = {}
+        for layer in experts.layers:
+            count, pieces = experts.count(layer), experts.pieces(layer)
+            stacks = [mx.zeros((count, *p.shape), _STORAGE[p.dtype]) for p in pieces]
+            mx.eval(stacks)
+            # The arrays' own memory: bytes go from the file to their place, with no copy between.
+            views = [memoryview(stack).cast("B") for stack in stacks]
+            for expert in range(count):
+                for run in merge(experts.extents(layer, expert)):
+                    if run.path not in opened:
+                        opened[run.path] = files.enter_context(TensorFile(run.path))
+                    offset = run.offset
+                    for i in run.pieces:
+                        nbytes = pieces[i].nbytes
+                        place = views[i][expert * nbytes : (expert + 1) * nbytes]
+                        opened[run.path].read_into(place, offset)
+                        offset += nbytes
+            for piece, stack in zip(pieces, stacks, strict=True):
+                array = stack.view(mx.bfloat16) if piece.dtype == "BF16" else stack
+                yield f"model.layers.{layer}.mlp.switch_mlp.{piece.name}", array
 
 
 def _quantize(model: nn.Module, weights: dict[str, mx.array], config: dict[str, Any]) -> None:
