@@ -158,17 +158,21 @@ class HubSource:
         Raises:
             CheckpointError: if it is missing, not delivered, or damaged twice in a row.
             BudgetError: if the disk is full.
+            UnsupportedError: if it has to be downloaded and there is no staging folder.
         """
         entry = self._entry(name)
         if name in self._intact:
             return self._intact[name]
-        if self._staging is None:
-            raise RuntimeError("a HubSource without a staging folder can only read")
-        path = self._staging / name
+        path = self._staging / name if self._staging else None
         for candidate in (path, self._cached(name)):
             if candidate is not None and entry.is_intact(candidate):
                 self._intact[name] = candidate
                 return candidate
+        if path is None:
+            raise UnsupportedError(
+                f"{self.label}: this needs {name} itself; download the model with `hf download` "
+                "and give its folder"
+            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._record_commit()

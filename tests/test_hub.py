@@ -55,6 +55,17 @@ def staging(tmp_path: Path) -> Path:
     return tmp_path / "staging"
 
 
+def test_without_staging_only_a_download_of_before_can_be_fetched(
+    server: HubServer, folder: Path
+) -> None:
+    server.publish(REPO, folder)
+    source = HubSource(REPO)
+    with pytest.raises(UnsupportedError, match=f"this needs {SHARD} itself; download the model"):
+        source.fetch(SHARD)
+    cached = huggingface_hub.hf_hub_download(REPO, SHARD)
+    assert source.fetch(SHARD) == Path(cached)
+
+
 def test_lists_one_commit_without_code(server: HubServer, folder: Path) -> None:
     commit = server.publish(REPO, folder)
     source = HubSource(REPO)

@@ -16,6 +16,7 @@ from mlx_k3.convert import download, stream, transfer
 from mlx_k3.convert import hub as hub_module
 from mlx_k3.convert.plan import NothingToDo
 from mlx_k3.convert.stream import convert
+from mlx_k3.convert.verify import verify
 from mlx_k3.errors import BudgetError, CheckpointError, UnsupportedError
 
 from .support.hub_server import Fault, HubServer, use_hub
@@ -316,3 +317,33 @@ def test_the_command_line_refuses_in_one_line(
     assert run.stdout == ""
     assert message in run.stderr and run.stderr.count("\n") == 1
     assert list(tmp_path.glob("out*")) == []
+
+
+def test_inspect_reads_only_headers(server: HubServer, folder: Path, tmp_path: Path) -> None:
+    def inspect(model: str) -> dict:
+        run = subprocess.run(
+            command("inspect", model, "--json"),
+            env=environment(server, tmp_path),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return json.loads(run.stdout)
+
+    remote = inspect(REPO)
+    assert remote.pop("path") == REPO
+    local = inspect(str(folder))
+    assert local.pop("path") == str(folder)
+    assert remote == local
+    assert remote["complete"] is True
+    assert all(r.stop < DEEP for r in server.requests)
+
+
+def test_verify_against_the_hub_says_what_it_needs(
+    server: HubServer, folder: Path, tmp_path: Path
+) -> None:
+    convert(folder, tmp_path / "out")
+    with pytest.raises(UnsupportedError, match=r"this needs .* itself; download the model"):
+        verify(tmp_path / "out", against=REPO)
+    huggingface_hub.snapshot_download(REPO)
+    assert verify(tmp_path / "out", against=REPO)["ok"]
