@@ -29,8 +29,13 @@ class Layout:
     to its item size, as the safetensors library does it): see :func:`by_alignment`.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """``tensors`` maps a name to its dtype (as safetensors spells it) and shape."""
+    def __init__(
+        self, tensors: Mapping[str, tuple[str, tuple[int, ...]]], alignment: int = ALIGNMENT
+    ) -> None:
+        """``tensors`` maps a name to its dtype (as safetensors spells it) and shape.
+
+        The data begin at a multiple of ``alignment``.
+        """
         offset, entries, sizes = 0, {}, {}
         for name, (dtype, shape) in tensors.items():
             sizes[name] = tensor_bytes(dtype, shape)
@@ -42,7 +47,7 @@ class Layout:
             offset += sizes[name]
         text = json.dumps({"__metadata__": {"format": "mlx"}, **entries}, separators=(",", ":"))
         raw = text.encode()
-        start = -(-(8 + len(raw)) // ALIGNMENT) * ALIGNMENT
+        start = -(-(8 + len(raw)) // alignment) * alignment
         self.header = (start - 8).to_bytes(8, "little") + raw.ljust(start - 8)
         self.data_bytes = offset
         self.file_bytes = start + offset
