@@ -14,6 +14,21 @@ find_python() {
   return 1
 }
 
+# What to install for this machine: MLX is complete on macOS, on Linux an extra brings its backend.
+requirement() {
+  local driver
+  if [ "$(uname)" != Linux ]; then
+    echo "."
+  elif ! driver=$(nvidia-smi 2>/dev/null); then
+    echo ".[cpu]"
+  else
+    case $driver in
+      *"CUDA Version: 1"[3-9]* | *"CUDA Version: "[2-9][0-9]*) echo ".[cuda13]" ;;
+      *) echo ".[cuda12]" ;;
+    esac
+  fi
+}
+
 # prepare FOLDER REQUIREMENT: install the checkout into FOLDER, unless that has been done for
 # these very dependencies. REQUIREMENT is "." with extras.
 prepare() {
