@@ -1,10 +1,14 @@
 """The scripts of a fresh checkout, without network: libraries come from this environment."""
 
+import contextlib
 import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -104,3 +108,27 @@ def test_quickstart_converts_and_answers(checkout: Path) -> None:
         assert len(answer.strip()) > 20
         assert "$ mlx-k3 chat" not in result.stdout  # Not on a terminal.
     assert (checkout / "models" / "nano" / "config.json").exists()
+
+
+def test_quickstart_on_a_terminal_opens_a_chat(checkout: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [checkout / "scripts" / "quickstart"], stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = _read_until(ours, b"/help")
+    os.write(ours, b"/exit\r")
+    with contextlib.suppress(OSError):  # A terminal without a program on it.
+        while more := os.read(ours, 4096):
+            shown += more
+    assert process.wait(timeout=60) == 0, shown
+    assert b"$ mlx-k3 chat models/nano" in shown
+
+
+def _read_until(terminal: int, text: bytes) -> bytes:
+    shown, end = b"", time.monotonic() + 120
+    while text not in shown and time.monotonic() < end:
+        if select.select([terminal], [], [], 1)[0]:
+            shown += os.read(terminal, 4096)
+    assert text in shown, shown
+    return shown
