@@ -123,9 +123,9 @@ def reply_opening(thinking: bool) -> list[Segment]:
     return open_tag("message", role="assistant") + open_tag("think" if thinking else "response")
 
 
-def open_tag(name: str, **attributes: Any) -> list[Segment]:
-    """``<|open|>name key="value"<|sep|>``."""
-    segments = [_control(OPEN), _text(name)]
+def open_tag(tag: str, /, **attributes: Any) -> list[Segment]:
+    """``<|open|>tag key="value"<|sep|>``."""
+    segments = [_control(OPEN), _text(tag)]
     for key, value in attributes.items():
         escaped = str(value).replace("&", "&amp;").replace('"', "&quot;")
         # Encoded piece by piece: the value's first and last characters merge with nothing.
@@ -133,9 +133,9 @@ def open_tag(name: str, **attributes: Any) -> list[Segment]:
     return [*segments, _control(SEP)]
 
 
-def close_tag(name: str) -> list[Segment]:
-    """``<|close|>name<|sep|>``."""
-    return [_control(CLOSE), _text(name), _control(SEP)]
+def close_tag(tag: str) -> list[Segment]:
+    """``<|close|>tag<|sep|>``."""
+    return [_control(CLOSE), _text(tag), _control(SEP)]
 
 
 def end_message() -> list[Segment]:
