@@ -1,5 +1,6 @@
 """The command line's frame: help, exit codes, errors as one line."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from mlx_k3 import K3Error, cli
+
+from .conftest import REPOSITORY
 
 COMMANDS = sorted(typer.main.get_command(cli.app).commands)
 
@@ -130,3 +133,19 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m mlx_k3 --help | true"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert "Traceback" not in result.stderr and "BrokenPipe" not in result.stderr
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_what_the_pages_tell_people_to_type_exists(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    typed = [block for block in text.split("```")[1::2] if block.startswith("sh\n")]
+    lines = [line.split("#")[0].split() for block in typed for line in block.splitlines()[1:]]
+    for command, *arguments in filter(None, lines):
+        if command.startswith("./"):
+            assert os.access(REPOSITORY / command, os.X_OK)
+        elif command == "mlx-k3":
+            known = typer.main.get_command(cli.app).commands[arguments[0]]
+            options = {name for parameter in known.params for name in parameter.opts}
+            assert {word for word in arguments if word.startswith("--")} <= options
+        else:
+            raise AssertionError(f"{page}: {command}?")
