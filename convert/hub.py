@@ -12,6 +12,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
@@ -26,6 +27,7 @@ from .transfer import Transfer
 
 # A K3 shard's header takes 0.8 MB: its length and the header itself come with one request.
 _HEAD_BYTES = 2**20
+_HEADS_AT_ONCE = 8
 _RECORD = "staging.json"
 
 
@@ -101,7 +103,7 @@ class HubSource:
         self._staging = staging
         self._transfer = Transfer(repo, api.endpoint)
         self._intact: dict[str, Path] = {}
-        self._head: tuple[str, bytearray] = ("", bytearray())
+        self._heads: dict[str, bytearray] = {}
         staged = self._staged_commit(revision)
         info = self._transfer.call(
             lambda: api.model_info(
@@ -146,11 +148,9 @@ class HubSource:
             )
         if offset + nbytes > _HEAD_BYTES:
             return bytes(self._transfer.read(entry.range(offset, nbytes)))
-        known, head = self._head
-        if known != name:
-            head = self._transfer.read(entry.range(0, min(entry.size_bytes, _HEAD_BYTES)))
-            self._head = (name, head)
-        return bytes(head[offset : offset + nbytes])
+        if name not in self._heads:
+            self._heads |= self._read_heads(name)
+        return bytes(self._heads[name][offset : offset + nbytes])
 
     def fetch(self, name: str) -> Path:
         """``name`` in the staging folder or in the Hub's cache, complete and intact.
@@ -161,6 +161,8 @@ class HubSource:
             UnsupportedError: if it has to be downloaded and there is no staging folder.
         """
         entry = self._entry(name)
+        # Planning is over; a hundred headers are a hundred megabytes.
+        self._heads.clear()
         if name in self._intact:
             return self._intact[name]
         path = self._staging / name if self._staging else None
@@ -214,6 +216,19 @@ class HubSource:
         ):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
+
+    def _read_heads(self, name: str) -> dict[str, bytearray]:
+        """The first bytes of ``name``; of all shards if it is one, for a plan reads them all."""
+        names = [name]
+        if name.endswith(".safetensors"):
+            names = [other for other in self._entries if other.endswith(".safetensors")]
+
+        def head(name: str) -> bytearray:
+            entry = self._entries[name]
+            return self._transfer.read(entry.range(0, min(entry.size_bytes, _HEAD_BYTES)))
+
+        with ThreadPoolExecutor(_HEADS_AT_ONCE) as pool:
+            return dict(zip(names, pool.map(head, names), strict=True))
 
     def _missing_bytes(self, names: Iterable[str]) -> int:
         missing = 0

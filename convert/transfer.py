@@ -4,8 +4,8 @@ Owns patience: what is worth another attempt, how long to wait, and the one line
 when it is not. Knows nothing about models, or where the bytes go.
 
 huggingface-hub brings the session, the credentials, the redirects and the reading of errors. Its
-own download is not used because since 1.1 it starts a file over when the process was killed, and
-one of K3's shards has 16.7 GB.
+own download is not used: release 2.4 starts a file over when the process was killed (1.4 went on
+from the byte), and one of K3's shards has 16 GB.
 """
 
 import json

@@ -118,6 +118,8 @@ def test_reads_ranges_and_fetches_no_more(server: HubServer, folder: Path) -> No
     assert source.read(SHARD, SHARD_BYTES - 1, 1) == data[-1:]
     assert source.read(SHARD, 0, 0) == b""
     assert server.sent_bytes(SHARD) == 1000 + 70 + 1
+    # A plan reads every header: the other shard's came along.
+    assert server.sent_bytes(SHARD.replace("00001-", "00002-")) == 1000
     with pytest.raises(CheckpointError, match="ends 1 bytes early"):
         source.read(SHARD, SHARD_BYTES, 1)
     for name in ("modeling.py", "absent.json", "../config.json"):
@@ -337,6 +339,7 @@ def test_a_token_goes_to_the_hub_and_never_to_its_storage(
         ("", False): "Bearer hf_secret",
         ("config.json", False): "Bearer hf_secret",
         (SHARD, True): None,
+        (SHARD.replace("00001-", "00002-"), True): None,
     }
 
 

@@ -283,6 +283,7 @@ def test_the_command_line(
     server: HubServer, folder: Path, wanted: dict[str, bytes], tmp_path: Path
 ) -> None:
     server.publish(REPO, folder, branch="v2")
+    server.faults.append(Fault(SHARDS[1], status=429, headers={"Retry-After": "1"}))
     out = tmp_path / "out"
     run = subprocess.run(
         command("convert", REPO, str(out), "--revision", "v2", "--free-source", "--json"),
@@ -292,7 +293,27 @@ def test_the_command_line(
         check=True,
     )
     assert json.loads(run.stdout)["out"] == str(out)
+    assert f"{SHARDS[1]}: HTTP 429; trying again in 1 s" in run.stderr
     assert contents(out) == wanted
+
+
+def test_ctrl_c_stops_a_slow_download_and_keeps_it(server: HubServer, tmp_path: Path) -> None:
+    server.bytes_per_second = 50_000
+    part = tmp_path / "out.source" / f"{SHARDS[0]}.part"
+    process = subprocess.Popen(
+        command("convert", REPO, str(tmp_path / "out")),
+        env=environment(server, tmp_path),
+        stderr=subprocess.PIPE,
+    )
+    try:
+        wait_until(lambda: part.exists() and part.stat().st_size > 0)
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=5)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert b"Traceback" not in shown
+    assert part.stat().st_size > 0
 
 
 @pytest.mark.parametrize(
