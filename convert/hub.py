@@ -203,17 +203,18 @@ class HubSource:
         return self._missing_bytes({name for group in groups for name in group})
 
     def close(self) -> None:
-        """Delete the staging folder under ``free_source``, with what we put there."""
-        if not self._free_source or self._staging is None or not self._staging.is_dir():
+        """Let go of the commit; under ``free_source``, delete what was put into staging."""
+        if self._staging is None or not self._staging.is_dir():
+            return
+        (self._staging / _RECORD).unlink(missing_ok=True)
+        if not self._free_source:
             return
         for name in self._entries:
             self.release(name)
             part_of(self._staging / name).unlink(missing_ok=True)
-        (self._staging / _RECORD).unlink(missing_ok=True)
-        # Only what is empty now: somebody may have put other files there.
-        for folder in sorted(
-            {(self._staging / name).parent for name in self._entries}, reverse=True
-        ):
+        folders = {(self._staging / name).parent for name in self._entries}
+        for folder in sorted(folders, reverse=True):
+            # Only what is empty now: somebody may have put other files there.
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
