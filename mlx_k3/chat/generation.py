@@ -72,6 +72,8 @@ class Chunk:
 class PlainParser:
     """Reads text that has no channels: all of it is content."""
 
+    ended = False  # only a stop token ends a text
+
     def __init__(self, tokenizer: TokenizerWrapper):
         self._detokenizer = tokenizer.detokenizer
         self._stop = tokenizer.eos_token_ids
@@ -163,14 +165,15 @@ def run(
         for response in responses:
             generated.append(response.token)
             events = parser.feed(response.token)
-            if response.finish_reason is None:
+            finish_reason = response.finish_reason or ("stop" if parser.ended else None)
+            if finish_reason is None:
                 yield Chunk(response.token, events)
                 continue
             events = [*events, *parser.finish()]
             reply = Reply(
                 message=parser.message,
                 ids=generated,
-                finish_reason=response.finish_reason,
+                finish_reason=finish_reason,
                 prompt_tokens=len(ids),
                 cached_tokens=cached_tokens,
                 prompt_tps=response.prompt_tps,
@@ -178,6 +181,7 @@ def run(
                 peak_memory_bytes=mx.get_peak_memory(),
             )
             yield Chunk(response.token, events, reply)
+            return
 
 
 def stream_generate(

@@ -28,7 +28,7 @@ from .generation import (
     run,
     stream_generate,
 )
-from .xtml_parser import ReplyParser, parse_conversation
+from .xtml_parser import ReplyParser, parse_conversation, tags
 
 __all__ = ["Chunk", "Reply", "Session", "Stats", "generate", "stream_generate"]
 
@@ -198,8 +198,8 @@ class Session:
         self.reset()
         self.system, self._settings, self._messages = saved.get("system"), settings, messages
         for key, ids in generated.items():
-            if key.isdecimal() and int(key) < len(messages) and self._says(ids, int(key)):
-                self._generated[int(key)] = ids
+            if self._tokenizer.speaks_xtml and key.isdecimal() and int(key) < len(messages):
+                self._keep_ids(int(key), ids)
 
     def _prompt(self) -> list[int]:
         messages, offset = self._messages, 0
@@ -228,20 +228,26 @@ class Session:
     def _keep_answer(self, parser: ReplyParser | PlainParser, generated: list[int]) -> None:
         parser.finish()
         self._messages.append(parser.message)
-        closing_segments = parser.closing()
-        if closing_segments is not None:
-            opening = xtml.encode(xtml.reply_opening(self._settings["thinking"]), self._tokenizer)
-            ending = xtml.encode(closing_segments, self._tokenizer)
-            self._generated[len(self._messages) - 1] = opening + generated + ending
+        ending = parser.closing()
+        if ending is not None:
+            opening = xtml.reply_opening(self._settings["thinking"])
+            ids = xtml.encode(opening, self._tokenizer) + generated
+            self._keep_ids(len(self._messages) - 1, ids + xtml.encode(ending, self._tokenizer))
 
-    def _says(self, ids: Any, position: int) -> bool:
-        """Whether ``ids`` are this tokenizer's for the assistant message at ``position``."""
-        table = self._tokenizer.table
-        if not self._tokenizer.speaks_xtml or not isinstance(ids, list):
-            return False
-        if not all(isinstance(i, int) and 0 <= i < len(table.pieces) for i in ids):
-            return False
-        return parse_conversation(ids, table) == [self._messages[position]]
+    def _keep_ids(self, position: int, ids: Any) -> None:
+        """Use ``ids`` for the message at ``position`` from now on, if they are a rendering of it.
+
+        An answer with faulty markup, and ids from a file that say something else, are not.
+        """
+        table, message = self._tokenizer.table, self._messages[position]
+        if not isinstance(ids, list) or not all(
+            isinstance(i, int) and 0 <= i < len(table.pieces) for i in ids
+        ):
+            return
+        rendered = xtml.render([message], thinking=self._settings["thinking"]).messages[0]
+        same_tags = tags(ids, table) == tags(xtml.encode(rendered, self._tokenizer), table)
+        if same_tags and parse_conversation(ids, table) == [message]:
+            self._generated[position] = ids
 
     def _count(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int) -> None:
         self.stats.answers += 1

@@ -165,10 +165,11 @@ class ReplyParser:
 
     def take(self, mark: Mark) -> Iterator[Event]:
         """Events of one mark (for those who scan themselves)."""
-        if mark.kind == "end" or self.ended:
+        if mark.kind == "end" or mark[:2] == ("open", "message"):
+            # The second is a model that runs on into another turn: this answer is over.
             yield from self._leave(0)
-        elif self._closed:
-            return  # between the message's end tag and its end token stands nothing
+        elif self._closed or self.ended:
+            return
         elif mark.kind == "text":
             yield from self._text(mark.text)
         elif mark.kind == "open":
@@ -208,9 +209,6 @@ class ReplyParser:
             self._path.append(name)
             key = None if name == "json" else attributes.get("key", "")
             self._value = key, attributes.get("type", "string"), []
-        elif name == "message":
-            # The model runs on into another turn: this answer is over.
-            yield from self._leave(0)
 
     def _leave(self, depth: int) -> Iterator[Event]:
         """Close whatever is open below the first ``depth`` levels."""
@@ -239,6 +237,12 @@ def _set_argument(call: _Call, key: str | None, kind: str, pieces: list[str]) ->
     else:
         # A block that is no JSON object goes to the tool as it was written.
         call.arguments = value if isinstance(value, dict) else text
+
+
+def tags(ids: Iterable[int], table: Any) -> list[Mark]:
+    """Everything ``ids`` say but text: two renderings of one message have the same tags."""
+    scanner = Scanner(table)
+    return [mark for i in ids for mark in scanner.feed(i) if mark.kind != "text"]
 
 
 def parse_conversation(ids: Iterable[int], table: Any) -> list[dict[str, Any]]:
