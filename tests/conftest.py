@@ -1,10 +1,10 @@
-"""What every test may ask for: where the reference data lie, and nothing from the user's machine."""
+"""What every test may ask for. Loads OpenBLAS before any test module imports MLX."""
 
 from pathlib import Path
 
 import pytest
 
-import mlx_k3  # noqa: F401  # Before any test module imports mlx: this loads OpenBLAS.
+import mlx_k3  # noqa: F401  # Loads OpenBLAS, before any test module imports MLX.
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
