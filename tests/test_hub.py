@@ -372,6 +372,12 @@ def test_no_network_is_one_line(server: HubServer, monkeypatch: pytest.MonkeyPat
         open_source(REPO)
 
 
+def test_an_endpoint_that_is_no_url(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "hub.example")
+    with pytest.raises(CheckpointError, match="HF_ENDPOINT=hub.example is not a URL"):
+        open_source(REPO)
+
+
 def test_something_else_that_answers(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *a, **k: _not_json())
     with pytest.raises(CheckpointError, match="does not answer as a Hub does; check HF_ENDPOINT"):
