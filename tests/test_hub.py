@@ -374,7 +374,7 @@ def test_no_network_is_one_line(server: HubServer, monkeypatch: pytest.MonkeyPat
 
 def test_an_endpoint_that_is_no_url(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "hub.example")
-    with pytest.raises(CheckpointError, match="HF_ENDPOINT=hub.example is not a URL"):
+    with pytest.raises(CheckpointError, match=r"HF_ENDPOINT=hub\.example is not a URL"):
         open_source(REPO)
 
 
