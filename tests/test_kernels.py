@@ -9,7 +9,6 @@ from safetensors.numpy import load_file
 
 from mlx_k3.kernels import (
     attention_residual,
-    inverse_rms,
     kda,
     kda_log_decay,
     l2norm,
@@ -210,8 +209,8 @@ def test_attention_residual_matches_golden(golden, M):
     arrays = mx.load(str(golden / "ops/cases.safetensors"))
     case = {k: arrays[f"attnres.{M}.{k}"] for k in ("blocks", "prefix_sum", "out")}
     weight = arrays[f"attnres.{M}.norm_weight"] * arrays[f"attnres.{M}.proj_weight"][0]
-    blocks = case["blocks"].swapaxes(0, 1)
-    got = attention_residual(blocks, inverse_rms(blocks, 1e-5), case["prefix_sum"], weight, 1e-5)
+    candidates = mx.concatenate([case["blocks"], case["prefix_sum"][:, None]], axis=1)
+    got = attention_residual(candidates, weight, 1e-5)
     assert relative_error(got, case["out"]) < 1e-6
 
 

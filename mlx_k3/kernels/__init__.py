@@ -4,7 +4,8 @@ Every operation has a reference in plain MLX ops that defines what is right, run
 differentiable; :func:`backend` names the path that runs.
 """
 
-from .attention_residual import attention_residual, inverse_rms
+from .attention_residual import attention_residual
+from .host import sigmoid, silu
 from .kda import kda
 from .kda_reference import kda_log_decay, l2norm
 from .quantized import quantized_matmul
@@ -21,12 +22,13 @@ def backend() -> str:
 __all__ = [
     "attention_residual",
     "backend",
-    "inverse_rms",
     "kda",
     "kda_log_decay",
     "l2norm",
     "quantized_matmul",
     "route",
     "short_conv",
+    "sigmoid",
+    "silu",
     "situ",
 ]

@@ -16,6 +16,8 @@ gate.
 import mlx.core as mx
 import mlx.nn as nn
 
+from .host import exp, sigmoid
+
 CHUNK = 64  # tokens solved together, a power of two
 SCRATCH_BYTES = 256 << 20  # bound on the temporaries; longer inputs go in segments
 
@@ -47,7 +49,7 @@ def kda_log_decay(
     x = a.astype(mx.float32) + dt_bias.astype(mx.float32)
     if lower_bound is None:
         return -rate * nn.softplus(x)
-    return lower_bound * mx.sigmoid(rate * x)
+    return lower_bound * sigmoid(rate * x)
 
 
 def kda_step(
@@ -97,7 +99,7 @@ def _segment(q, k, v, log_decay, beta, state):
     T, V = q.shape[1], v.shape[-1]
     chunk = min(CHUNK, 1 << (T - 1).bit_length())
     q, k, v, decay, beta = (_chunks(x, chunk) for x in (q, k, v, log_decay, beta[..., None]))
-    qk, inverse, since, until = _decayed_products(q, k, mx.exp(decay), beta)
+    qk, inverse, since, until = _decayed_products(q, k, exp(decay), beta)
 
     # u = w_v - w_k S: the chunk's updates, given the state S at its start.
     w = inverse @ (beta * mx.concatenate([v, k * since], axis=-1))

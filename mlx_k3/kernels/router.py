@@ -41,7 +41,7 @@ def route(
     weights = mx.take_along_axis(scores, indices, axis=-1)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return indices, weights * scale
+    return indices, weights if scale == 1 else weights * scale
 
 
 def _mask_groups(choice: mx.array, n_group: int, topk_group: int) -> mx.array:

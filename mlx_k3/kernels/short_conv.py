@@ -1,7 +1,8 @@
 """The short causal depthwise convolution in front of KDA's queries, keys and values."""
 
 import mlx.core as mx
-import mlx.nn as nn
+
+from .host import silu
 
 
 def short_conv(
@@ -32,11 +33,14 @@ def short_conv(
         state = mx.zeros((B, W - 1, C), x.dtype)
     inputs = mx.concatenate([state, x], axis=1)
     taps = weight.astype(mx.float32)
-    y = sum(inputs[:, w : w + T] * taps[:, w] for w in range(W))
+    if T == 1:
+        y = (inputs * taps.T).sum(1, keepdims=True)
+    else:
+        y = sum(inputs[:, w : w + T] * taps[:, w] for w in range(W))
     if lengths is None:
         # A copy: a view would keep the whole prefill's inputs alive.
         new_state = mx.contiguous(inputs[:, T:])
     else:
         last = mx.clip(lengths, 0, T)[:, None] + mx.arange(W - 1)
         new_state = mx.take_along_axis(inputs, last[..., None], axis=1)
-    return nn.silu(y), new_state
+    return silu(y), new_state

@@ -1,6 +1,11 @@
 """SiTU-GLU, the activation of K3's MLPs and experts."""
 
+from functools import cache
+
 import mlx.core as mx
+import numpy as np
+
+from .host import on_host
 
 
 def situ(gate: mx.array, up: mx.array, beta: float, linear_beta: float | None) -> mx.array:
@@ -9,17 +14,29 @@ def situ(gate: mx.array, up: mx.array, beta: float, linear_beta: float | None) -
     ``gate`` and ``up`` have the same shape; without a ``linear_beta``, ``up`` is used as it is.
     The result has ``up``'s dtype.
     """
-    # On a CPU, mx.compile would need a C++ compiler on the user's machine.
-    run = _situ if mx.default_device() == mx.cpu else _compiled_situ
-    return run(gate, up, beta, linear_beta)
+    y = _situ(beta, linear_beta)(gate.astype(mx.float32), up.astype(mx.float32))
+    return y.astype(up.dtype)
 
 
-def _situ(gate, up, beta, linear_beta):
-    dtype = up.dtype
-    gate, up = gate.astype(mx.float32), up.astype(mx.float32)
-    if linear_beta is not None:
-        up = linear_beta * mx.tanh(up / linear_beta)
-    return (beta * mx.tanh(gate / beta) * mx.sigmoid(gate) * up).astype(dtype)
+@cache
+def _situ(beta: float, linear_beta: float | None):
+    def reference(gate: mx.array, up: mx.array) -> mx.array:
+        if linear_beta is not None:
+            up = linear_beta * mx.tanh(up / linear_beta)
+        return beta * mx.tanh(gate / beta) * mx.sigmoid(gate) * up
 
+    def host(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        y = np.tanh(gate / beta)
+        with np.errstate(over="ignore"):  # to infinity, which is right: sigmoid is then 0
+            denominator = np.exp(-gate)
+        denominator += 1
+        y /= denominator
+        if linear_beta is None:
+            y *= beta
+            y *= up
+        else:
+            y *= beta * linear_beta
+            y *= np.tanh(up / linear_beta)
+        return y
 
-_compiled_situ = mx.compile(_situ, shapeless=True)
+    return on_host(reference, host)

@@ -5,7 +5,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..config import K3Config
-from ..kernels import kda, kda_log_decay, l2norm, short_conv
+from ..kernels import kda, kda_log_decay, l2norm, short_conv, sigmoid
 from .layers import Linear
 
 
@@ -46,11 +46,12 @@ class KimiDeltaAttention(nn.Module):
         lengths = None if cache is None else cache.lengths
 
         qkv, conv_state = short_conv(self.qkv_proj(x), self.qkv_conv, conv_state, mask, lengths)
-        q, k, v = (part.reshape(heads) for part in mx.split(qkv, 3, axis=-1))
+        qkv = qkv.reshape(B, T, 3, self.num_heads, self.head_dim)
+        qk = l2norm(qkv[:, :, :2])
         output, state = kda(
-            l2norm(q) * self.head_dim**-0.5,
-            l2norm(k),
-            v,
+            qk[:, :, 0] * self.head_dim**-0.5,
+            qk[:, :, 1],
+            qkv[:, :, 2],
             kda_log_decay(
                 self.f_b_proj(self.f_a_proj(x)).reshape(heads),
                 self.A_log,
@@ -66,5 +67,5 @@ class KimiDeltaAttention(nn.Module):
             cache.advance(T)
 
         gate = self.g_proj(x) if "g_proj" in self else self.g_b_proj(self.g_a_proj(x))
-        output = self.o_norm(output) * mx.sigmoid(gate.reshape(heads).astype(mx.float32))
+        output = self.o_norm(output) * sigmoid(gate.reshape(heads).astype(mx.float32))
         return self.o_proj(output.reshape(B, T, -1).astype(x.dtype))

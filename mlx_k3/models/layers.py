@@ -5,7 +5,7 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from ..config import K3Config
-from ..kernels import quantized_matmul, situ
+from ..kernels import quantized_matmul, silu, situ
 
 
 class Linear(nn.Linear):
@@ -52,7 +52,7 @@ def gated_activation(config: K3Config, gate: mx.array, up: mx.array) -> mx.array
     """SiTU-GLU (K3) or SwiGLU (Kimi Linear), as the configuration says."""
     if config.hidden_act == "situ":
         return situ(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
-    return nn.silu(gate) * up
+    return silu(gate.astype(mx.float32)).astype(up.dtype) * up
 
 
 class MLP(nn.Module):

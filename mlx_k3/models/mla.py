@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.mla import MultiLinear
 
 from ..config import K3Config
+from ..kernels import sigmoid
 from .layers import Linear, dense_weight
 
 INNER_NORM_EPS = 1e-6  # of both latent norms, whatever rms_norm_eps says
@@ -63,7 +64,7 @@ class KimiMLAAttention(nn.Module):
 
         output = output.transpose(0, 2, 1, 3).reshape(B, L, -1)
         if "g_proj" in self:
-            output = output * mx.sigmoid(self.g_proj(x))
+            output = output * sigmoid(self.g_proj(x).astype(mx.float32)).astype(x.dtype)
         return self.o_proj(output)
 
     def _queries(self, x):

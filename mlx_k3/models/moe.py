@@ -44,7 +44,7 @@ class ResidentBank(SwitchGLU):
             y = run_by_expert(self, z, np.array(indices))
         else:
             y = super().__call__(z, indices)
-        return (y * weights[..., None]).sum(-2).astype(z.dtype)
+        return (weights[..., None, :] @ y.astype(mx.float32)).squeeze(-2).astype(z.dtype)
 
 
 def run_by_expert(bank: SwitchGLU, z: mx.array, indices: np.ndarray) -> mx.array:

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from ..kernels import attention_residual, inverse_rms
+from ..kernels import attention_residual
 
 
 class ResidualStream:
@@ -14,26 +14,26 @@ class ResidualStream:
     def __init__(self, embedding: mx.array, eps: float):
         self.current = embedding
         self._eps = eps
-        self._blocks: mx.array | None = None
-        self._inverse_rms: mx.array | None = None
+        self._blocks: mx.array | None = None  # [..., M, D]
         self._restart = False
 
     def mix(self, weight: mx.array | None) -> mx.array:
         """What a sublayer reads: the blocks and the running sum, mixed by ``weight [D]``."""
         if self._blocks is None or weight is None:
             return self.current
-        return attention_residual(self._blocks, self._inverse_rms, self.current, weight, self._eps)
+        return attention_residual(self._with_current(), weight, self._eps)
 
     def start_block(self) -> None:
         """Keep the running sum as a finished block; the next :meth:`add` begins a new sum."""
-        block = self.current[None]
-        norm = inverse_rms(block, self._eps)
-        if self._blocks is not None:
-            block = mx.concatenate([self._blocks, block])
-            norm = mx.concatenate([self._inverse_rms, norm])
-        self._blocks, self._inverse_rms, self._restart = block, norm, True
+        self._blocks, self._restart = self._with_current(), True
 
     def add(self, y: mx.array) -> None:
         """Add a sublayer's output to the running sum."""
         self.current = y if self._restart else self.current + y
         self._restart = False
+
+    def _with_current(self) -> mx.array:
+        current = self.current[..., None, :]
+        if self._blocks is None:
+            return current
+        return mx.concatenate([self._blocks, current], axis=-2)
