@@ -36,7 +36,7 @@ def read(out: Path) -> tuple[dict[str, Any] | None, dict[str, Record], int]:
     job, records, end = None, {}, 0
     try:
         raw = (out / NAME).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None, {}, 0
     for line in raw.splitlines(keepends=True):
         try:

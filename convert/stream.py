@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,10 @@ class Conversion:
             BudgetError: the disk has too little room.
             UnsupportedError: experts cannot stay where they are, on the Hub.
         """
+        with self._plain_errors():
+            self._check()
+
+    def _check(self) -> None:
         folder = isinstance(self.source, FolderSource)
         if self.plan.experts == "reference" and not folder:
             raise UnsupportedError(
@@ -155,17 +160,16 @@ class Conversion:
         """Carry the plan out; see :func:`convert`."""
         self.check()
         started = time.perf_counter()
-        self.out.mkdir(parents=True, exist_ok=True)
-        book = journal.Journal(self.out, self.job)
-        try:
-            written = self._write_weights(book, progress)
-            self._guard(
-                lambda: package.finish(self.out, self.source, self.plan, self.job, book.done)
-            )
-            book.remove()
-            self.source.close()
-        finally:
-            book.close()
+        with self._plain_errors():
+            self.out.mkdir(parents=True, exist_ok=True)
+            book = journal.Journal(self.out, self.job)
+            try:
+                written = self._write_weights(book, progress)
+                package.finish(self.out, self.source, self.plan, self.job, book.done)
+                book.remove()
+                self.source.close()
+            finally:
+                book.close()
         seconds = time.perf_counter() - started
         return {
             "out": str(self.out),
@@ -201,7 +205,7 @@ class Conversion:
                 if progress:
                     progress(ahead + written, total, output.name)
 
-            book.add(self._guard(lambda output=output: self._write(output, advance)))
+            book.add(self._write(output, advance))
             for name in output.shards:
                 uses[name] -= 1
             self._release(name for name in output.shards if not uses[name])
@@ -219,10 +223,11 @@ class Conversion:
         sums = {kind: [e.error, e.size] for kind, e in sorted(errors.items())}
         return journal.Record(output.name, output.layout.file_bytes, digest, sums)
 
-    def _guard(self, action: Callable[[], Any]) -> Any:
-        """Run ``action``; a full or failing disk becomes one clear line."""
+    @contextmanager
+    def _plain_errors(self) -> Iterator[None]:
+        """A full or failing disk becomes one clear line."""
         try:
-            return action()
+            yield
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise CheckpointError(f"{e.filename or self.out}: {e.strerror}") from e
