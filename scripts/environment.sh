@@ -3,14 +3,14 @@
 # The first Python that mlx-k3 supports. One that exists only as a shim does not count.
 find_python() {
   local candidate
-  for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+  for candidate in python3 python3.13 python3.12 python3.11 python; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
       2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  echo "Python 3.10 to 3.13 is needed and was not found; see https://www.python.org/downloads" >&2
+  echo "Python 3.11 to 3.13 is needed and was not found; see https://www.python.org/downloads" >&2
   return 1
 }
 

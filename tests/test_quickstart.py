@@ -47,7 +47,7 @@ def test_a_python_that_is_too_old_is_refused(tmp_path: Path) -> None:
     path = fake(tmp_path / "bin", python3="exit 1")
     result = shell("find_python", path=path)
     assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr.startswith("Python 3.10 to 3.13 is needed")
+    assert result.stderr.startswith("Python 3.11 to 3.13 is needed")
 
 
 @pytest.mark.parametrize(
