@@ -95,6 +95,9 @@ def chat(
         mx.random.seed(seed)
     session = Session(network, tokenizer, system=system, thinking=not no_thinking)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        # One Ctrl-C too many, after an answer has stopped, must not end the conversation.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     Conversation(session, sampling, interactive).run(_typed() if interactive else _piped())
 
 

@@ -36,22 +36,21 @@ class AnswerPrinter:
             return
         if chunk.reasoning:
             self._thinking = True
-            self._print(chunk.reasoning, "dim")
+            text = chunk.reasoning.translate(_UNPRINTABLE)
+            self._console.print(text, style="dim", end="", soft_wrap=True)
         if chunk.text:
-            if self._thinking:
-                self._print("\n\n", None)
+            sys.stdout.write("\n\n" if self._thinking else "")
             self._thinking = False
             self.wrote_text = True
-            self._print(chunk.text, None)
+            # Not by rich, which would replace tabs.
+            sys.stdout.write(chunk.text.translate(_UNPRINTABLE))
+            sys.stdout.flush()
 
     def end(self) -> None:
         """Finish the line."""
         if self._console.is_terminal or self.wrote_text:
             sys.stdout.write("\n")
         sys.stdout.flush()
-
-    def _print(self, text: str, style: str | None) -> None:
-        self._console.print(text.translate(_UNPRINTABLE), style=style, end="", soft_wrap=True)
 
 
 def note(text: str) -> None:
