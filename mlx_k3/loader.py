@@ -3,6 +3,7 @@
 Owns the order of things: check every file, build the modules, name, pack and place the weights.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,8 @@ from .models.kimi import Model
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+EXPANDED_SHARE = 1 / 8  # of the machine's memory, at most, for expanded experts on a CPU
 
 _PREFIX = "language_model."
 
@@ -80,6 +83,8 @@ def load(path: str | Path, dtype: str | None = None) -> "tuple[Model, TokenizerW
     for layer in model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
+    if mx.default_device() == mx.cpu:
+        _expand_experts(model)
     return model, load_tokenizer(folder)
 
 
@@ -137,6 +142,18 @@ def _check_parameters(model: nn.Module, weights: dict[str, mx.array], label: str
                 f"{label}: {name} has shape {list(weights[name].shape)}, "
                 f"config.json asks for {list(parameter.shape)}"
             )
+
+
+def _expand_experts(model: Model) -> None:
+    """Keep float32 copies of a small model's packed experts: a CPU's prefill multiplies those."""
+    banks = [layer.mlp.switch_mlp for layer in model.layers if "switch_mlp" in layer.mlp]
+    config = model.config
+    expert_bytes = 3 * config.expert_dim * config.moe_intermediate_size * 4
+    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sum(config.expert_counts) * expert_bytes <= physical_bytes * EXPANDED_SHARE:
+        for bank in banks:
+            bank.keep_expanded()
+            mx.eval(bank._expanded)
 
 
 def _recast(weights: dict[str, mx.array], dtype: str | None) -> None:

@@ -210,4 +210,6 @@ def test_permuting_router_bias_and_experts_together_changes_nothing(model, expec
             for part in ("weight", "scales"):
                 if part in moe.switch_mlp[proj]:
                     moe.switch_mlp[proj][part] = moe.switch_mlp[proj][part][order]
+            if proj in moe.switch_mlp._expanded:
+                moe.switch_mlp._expanded[proj] = moe.switch_mlp._expanded[proj][order]
     assert relative_error(model(ids), want) < 1e-5

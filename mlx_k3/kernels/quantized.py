@@ -41,9 +41,14 @@ def quantized_matmul(
     """
     how = {"group_size": group_size, "bits": bits, "mode": mode}
     rows = x.size // x.shape[-1]
-    if mx.default_device() == mx.cpu and rows >= _EXPAND_ROWS.get(mode, 4):
+    if expanding_pays(rows, mode):
         return x @ expand(weight, scales, biases, x.dtype, **how).T
     return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **how)
+
+
+def expanding_pays(rows: int, mode: str) -> bool:
+    """Whether ``rows`` products with one packed weight are faster with it expanded."""
+    return mx.default_device() == mx.cpu and rows >= _EXPAND_ROWS.get(mode, 4)
 
 
 def expand(

@@ -8,10 +8,11 @@ does not know.
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from ..config import K3Config
 from ..kernels import quantized_matmul, route
+from ..kernels.quantized import expand, expanding_pays
 from .layers import MLP, Linear, gated_activation
 
 GROUP_FROM = 64  # token-expert pairs from which a CPU works expert by expert
@@ -27,6 +28,13 @@ class ResidentBank(SwitchGLU):
             num_experts,
             activation=lambda up, gate: gated_activation(config, gate, up),
         )
+        self._expanded: dict[str, mx.array] = {}
+
+    def keep_expanded(self) -> None:
+        """Keep the experts in float32 beside the packed ones, for prefill on a CPU."""
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            if isinstance(self[name], QuantizedSwitchLinear):
+                self._expanded[name] = expand(*_packed(self[name]), mx.float32, **_how(self[name]))
 
     def __call__(self, z: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
         """The experts' weighted sum.
@@ -69,23 +77,27 @@ def run_by_expert(bank: SwitchGLU, z: mx.array, indices: np.ndarray) -> mx.array
 
 def run_expert(bank: SwitchGLU, x: mx.array, expert: int) -> mx.array:
     """One expert's MLP on ``x [rows, D]``."""
-    gate, up = _project(bank.gate_proj, x, expert), _project(bank.up_proj, x, expert)
-    return _project(bank.down_proj, bank.activation(up, gate), expert)
+    gate, up = _project(bank, "gate_proj", x, expert), _project(bank, "up_proj", x, expert)
+    return _project(bank, "down_proj", bank.activation(up, gate), expert)
 
 
-def _project(linear: SwitchLinear | QuantizedSwitchLinear, x: mx.array, expert: int) -> mx.array:
+def _project(bank: SwitchGLU, name: str, x: mx.array, expert: int) -> mx.array:
+    linear = bank[name]
     if not isinstance(linear, QuantizedSwitchLinear):
         return x @ linear.weight[expert].T
-    biases = linear.get("biases")
-    return quantized_matmul(
-        x,
-        linear.weight[expert],
-        linear.scales[expert],
-        None if biases is None else biases[expert],
-        group_size=linear.group_size,
-        bits=linear.bits,
-        mode=linear.mode,
-    )
+    # The same product either way: expanded now, or once at load.
+    if name in bank._expanded and expanding_pays(len(x), linear.mode):
+        return x @ bank._expanded[name][expert].T
+    packed = (None if part is None else part[expert] for part in _packed(linear))
+    return quantized_matmul(x, *packed, **_how(linear))
+
+
+def _packed(linear: QuantizedSwitchLinear) -> tuple[mx.array, mx.array, mx.array | None]:
+    return linear.weight, linear.scales, linear.get("biases")
+
+
+def _how(linear: QuantizedSwitchLinear) -> dict[str, int | str]:
+    return {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
 
 
 class KimiSparseMoE(nn.Module):
