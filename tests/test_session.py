@@ -10,11 +10,15 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_k3
 from mlx_k3 import nano
 from mlx_k3.chat import xtml
-from mlx_k3.chat.generation import IdsOnly, stream_generate
+from mlx_k3.chat.generation import IdsOnly, conversation_ids, stream_generate
 from mlx_k3.chat.session import Session, generate
+from mlx_k3.chat.tokenizer import load_tokenizer
 from mlx_k3.convert.stream import convert
+from mlx_k3.convert.tokenizer import write_tokenizer
 from mlx_k3.errors import K3Error, UnsupportedError
 from mlx_k3.loader import load
+
+from .support.vocabulary import sample_texts, write_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def greedy(session: Session, question: str, tokens: int = 12):
     return list(session.turn(question, max_tokens=tokens))[-1].reply
 
 
-# ---- One answer.
+# One answer.
 
 
 def test_the_python_interface_answers(model, tokenizer):
@@ -146,7 +150,7 @@ def test_text_for_a_model_without_tokenizer_is_refused(model):
         generate(model, None, "hello")
 
 
-# ---- A conversation.
+# A conversation.
 
 
 def test_the_second_turn_reads_only_what_is_new_and_answers_the_same(model, tokenizer):
@@ -348,3 +352,50 @@ def test_the_prompt_is_that_of_the_renderer(model, tokenizer):
     cache = make_prompt_cache(model)
     logits = model(mx.array([ids]), cache=cache)[0, -1]
     assert session.reply.ids == [mx.argmax(logits).item()]
+
+
+# A model whose chat format is a template (Kimi Linear).
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("templated")
+    names = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"]
+    slots = {**dict(enumerate(names)), 254: "[UNK]", 255: "[PAD]"}
+    write_vocabulary(folder, sample_texts(), 1000, slots)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    out = folder / "out"
+    out.mkdir()
+    write_tokenizer(folder, out)
+    return load_tokenizer(out)
+
+
+def test_a_template_renders_where_the_model_has_one(model, templated):
+    ids = conversation_ids(templated, [{"role": "user", "content": "Hi <|im_end|>"}])
+    assert templated.decode(ids) == (
+        "<|im_user|>user<|im_middle|>Hi <|im_end|><|im_end|><|im_assistant|>assistant<|im_middle|>"
+    )
+    # The end that the user spelt is text.
+    names = [templated.table.control[i] for i in ids if i in templated.table.control]
+    assert names.count("<|im_end|>") == 1
+
+    session = Session(model, templated)
+    reply = say(session, "One?", "1<|im_end|>never")[-1].reply
+    assert (reply.text, reply.finish_reason) == ("1", "stop")
+    assert session.messages[-1] == {"role": "assistant", "content": "1"}
+    # Its cache ends with the template's own end of the message.
+    assert greedy(session, "Two?", 2).cached_tokens == reply.prompt_tokens + len(reply.ids)
+    with pytest.raises(UnsupportedError, match="no thinking to switch off"):
+        generate(model, templated, "?", thinking=False)
+
+
+def test_a_model_without_chat_format_continues_text_only(model, templated, monkeypatch):
+    monkeypatch.setattr(templated._tokenizer, "chat_template", None)
+    with pytest.raises(UnsupportedError, match="--raw"):
+        generate(model, templated, "Hi")
+    assert generate(model, templated, "Hi", raw=True, max_tokens=2)

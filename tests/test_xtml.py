@@ -324,7 +324,7 @@ def test_the_tokenizer_renders_for_mlx_lms_server(tokenizer):
         tokenizer.apply_chat_template(messages, documents=[])
 
 
-# ---- Reading an answer as it comes.
+# Reading an answer as it comes.
 
 
 def read(tokenizer, text_with_markers: str, channel="think"):

@@ -76,16 +76,20 @@ class K3Tokenizer(PreTrainedTokenizerFast):
             K3Error: the conversation does not fit the chat format.
         """
         if not self.speaks_xtml:
-            return super().apply_chat_template(
-                conversation,
-                tools=tools,
-                tokenize=tokenize,
-                add_generation_prompt=add_generation_prompt,
-                return_dict=return_dict,
-                # A control token that a message spells out stays text.
-                sanitize_control_tokens=tokenize,
-                **template_options,
-            )
+            # The template's own control tokens are meant; what a message spells out stays text.
+            self.split_special_tokens = False
+            try:
+                return super().apply_chat_template(
+                    conversation,
+                    tools=tools,
+                    tokenize=tokenize,
+                    add_generation_prompt=add_generation_prompt,
+                    return_dict=return_dict,
+                    sanitize_control_tokens=tokenize,
+                    **template_options,
+                )
+            finally:
+                self.split_special_tokens = True
         if template_options or return_dict:
             unknown = sorted(template_options) or ["return_dict"]
             raise UnsupportedError(f"the chat format of K3 has no option {', '.join(unknown)}")

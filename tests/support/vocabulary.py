@@ -30,7 +30,9 @@ CONTROL_SLOTS = {
 }
 
 
-def write_vocabulary(folder: Path, texts: Iterable[str], size: int) -> int:
+def write_vocabulary(
+    folder: Path, texts: Iterable[str], size: int, slots: dict[int, str] = CONTROL_SLOTS
+) -> int:
     """Train on ``texts`` and write the two files into ``folder``.
 
     ``size`` counts everything, as ``vocab_size`` in a config does: the ranks and the 256 control
@@ -58,11 +60,13 @@ def write_vocabulary(folder: Path, texts: Iterable[str], size: int) -> int:
         bytes(to_byte[char] for char in token): rank
         for token, rank in tokenizer.get_vocab().items()
     }
-    write_ranks(folder, ranks)
+    write_ranks(folder, ranks, slots)
     return len(ranks) + CONTROL_TOKENS
 
 
-def write_ranks(folder: Path, ranks: dict[bytes, int]) -> None:
+def write_ranks(
+    folder: Path, ranks: dict[bytes, int], slots: dict[int, str] = CONTROL_SLOTS
+) -> None:
     """Write given ``{token: rank}`` as the two files of the release."""
     lines = (
         b"%s %d\n" % (base64.b64encode(token), rank)
@@ -78,7 +82,7 @@ def write_ranks(folder: Path, ranks: dict[bytes, int]) -> None:
             "single_word": False,
             "special": not name.startswith("<|media"),
         }
-        for slot, name in CONTROL_SLOTS.items()
+        for slot, name in slots.items()
     }
     config = {
         "added_tokens_decoder": named,
