@@ -50,3 +50,20 @@ prepare() {
   "$folder/bin/python" -m pip install --quiet --editable "$requirement"
   echo "$stamp" > "$folder/installed"
 }
+
+# On Linux, have OpenBLAS for MLX's products on the CPU, where that takes no password. Its tests are
+# skipped without it. Needs python.
+ensure_openblas() {
+  if [ "$(uname)" != Linux ] ||
+    python -c 'import ctypes; ctypes.CDLL("libopenblas.so.0")' 2>/dev/null; then
+    return
+  fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "Installing libopenblas0"
+    if apt-get -qq update >/dev/null &&
+      apt-get -qq install --yes --no-install-recommends libopenblas0 >/dev/null; then
+      return
+    fi
+  fi
+  echo "Going on without OpenBLAS; on Debian: apt install libopenblas0" >&2
+}

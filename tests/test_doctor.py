@@ -1,10 +1,10 @@
 """doctor, and the BLAS it shows."""
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
-from ctypes.util import find_library
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,9 +14,18 @@ from typer.testing import CliRunner
 from mlx_k3 import nano
 from mlx_k3.cli import app
 
-needs_openblas = pytest.mark.skipif(
-    sys.platform != "linux" or find_library("openblas") is None, reason="no OpenBLAS here"
-)
+
+def has_openblas() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        ctypes.CDLL("libopenblas.so.0")
+    except OSError:
+        return False
+    return True
+
+
+needs_openblas = pytest.mark.skipif(not has_openblas(), reason="no OpenBLAS here")
 
 
 @pytest.fixture(autouse=True)

@@ -67,6 +67,35 @@ def test_the_extra_follows_the_machine(
     assert shell("requirement", path=fake(tmp_path / "bin", **programs)).stdout == f"{expected}\n"
 
 
+@pytest.mark.parametrize(
+    ("system", "loads", "user", "apt", "asked", "warned"),
+    [
+        ("Darwin", False, 0, "exit 0", False, False),
+        ("Linux", True, 0, "exit 0", False, False),
+        ("Linux", False, 0, "exit 0", True, False),
+        ("Linux", False, 0, "exit 100", True, True),
+        ("Linux", False, 1000, "exit 0", False, True),
+    ],
+)
+def test_openblas_is_installed_where_it_can_be(
+    system: str, loads: bool, user: int, apt: str, asked: bool, warned: bool, tmp_path: Path
+) -> None:
+    programs = {
+        "uname": f"echo {system}",
+        "python": f"exit {int(not loads)}",
+        "id": f"echo {user}",
+        "apt-get": f'echo "$@" >> "{tmp_path}/asked"; {apt}',
+    }
+    result = shell("ensure_openblas", path=fake(tmp_path / "bin", **programs))
+    assert result.returncode == 0
+    assert (tmp_path / "asked").exists() == asked
+    if asked and not warned:
+        assert "install --yes --no-install-recommends libopenblas0" in (
+            tmp_path / "asked"
+        ).read_text().replace("-qq ", "")
+    assert ("Going on without OpenBLAS" in result.stderr) == warned
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the checkout in a folder with spaces, its .venv made as pip would have made it."""
