@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart and test: finds Python, keeps a virtual environment up to date.
 
 # The first Python that mlx-k3 supports. One that exists only as a shim does not count.
