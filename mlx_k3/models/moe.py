@@ -1,103 +1,12 @@
-"""Stable LatentMoE: router, routed experts in a latent, shared experts beside them.
-
-The routed experts are behind one call, the **bank**: ``bank(z, indices, weights)``. This file has
-the resident bank, all experts stacked in memory; another bank may take its place and the layer
-does not know.
-"""
+"""Stable LatentMoE: router, routed experts in a latent, shared experts beside them."""
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from ..config import K3Config
-from ..kernels import quantized_matmul, route
-from ..kernels.quantized import expand, expanding_pays
-from .layers import MLP, Linear, gated_activation
-
-GROUP_FROM = 64  # token-expert pairs from which a CPU works expert by expert
-
-
-class ResidentBank(SwitchGLU):
-    """All experts of a layer: ``{gate,up,down}_proj.weight [E, out, in]``, packed or not."""
-
-    def __init__(self, config: K3Config, num_experts: int):
-        super().__init__(
-            config.expert_dim,
-            config.moe_intermediate_size,
-            num_experts,
-            activation=lambda up, gate: gated_activation(config, gate, up),
-        )
-        self._expanded: dict[str, mx.array] = {}
-
-    def keep_expanded(self) -> None:
-        """Keep the experts in float32 beside the packed ones, for prefill on a CPU."""
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            if isinstance(self[name], QuantizedSwitchLinear):
-                self._expanded[name] = expand(*_packed(self[name]), mx.float32, **_how(self[name]))
-
-    def __call__(self, z: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
-        """The experts' weighted sum.
-
-        Args:
-            z: ``[..., D]``, what the experts read.
-            indices: ``[..., k]``, the chosen experts.
-            weights: ``[..., k]`` float32.
-
-        Returns:
-            ``[..., D]`` in ``z``'s dtype.
-        """
-        by_expert = mx.default_device() == mx.cpu and indices.size >= GROUP_FROM
-        if by_expert and not self.training:
-            y = run_by_expert(self, z, np.array(indices))
-        else:
-            y = super().__call__(z, indices)
-        return (weights[..., None, :] @ y.astype(mx.float32)).squeeze(-2).astype(z.dtype)
-
-
-def run_by_expert(bank: SwitchGLU, z: mx.array, indices: np.ndarray) -> mx.array:
-    """The chosen experts' outputs ``[..., k, D]``, one expert's rows at a time.
-
-    The way for CPUs, where a packed product costs the same for every row: an expert with many
-    rows is expanded once and multiplied with BLAS.
-    """
-    order = np.argsort(indices.ravel(), kind="stable")
-    experts, starts = np.unique(indices.ravel()[order], return_index=True)
-    rows = z.reshape(-1, z.shape[-1])[mx.array(order // indices.shape[-1])]
-    outputs = []
-    for expert, start, stop in zip(
-        experts.tolist(), starts, [*starts[1:], len(order)], strict=True
-    ):
-        outputs.append(run_expert(bank, rows[int(start) : int(stop)], expert))
-    unsort = np.empty_like(order)
-    unsort[order] = np.arange(len(order))
-    y = mx.concatenate(outputs)[mx.array(unsort)]
-    return y.reshape(*indices.shape, -1)
-
-
-def run_expert(bank: SwitchGLU, x: mx.array, expert: int) -> mx.array:
-    """One expert's MLP on ``x [rows, D]``."""
-    gate, up = _project(bank, "gate_proj", x, expert), _project(bank, "up_proj", x, expert)
-    return _project(bank, "down_proj", bank.activation(up, gate), expert)
-
-
-def _project(bank: SwitchGLU, name: str, x: mx.array, expert: int) -> mx.array:
-    linear = bank[name]
-    if not isinstance(linear, QuantizedSwitchLinear):
-        return x @ linear.weight[expert].T
-    # The same product either way: expanded now, or once at load.
-    if name in bank._expanded and expanding_pays(len(x), linear.mode):
-        return x @ bank._expanded[name][expert].T
-    packed = (None if part is None else part[expert] for part in _packed(linear))
-    return quantized_matmul(x, *packed, **_how(linear))
-
-
-def _packed(linear: QuantizedSwitchLinear) -> tuple[mx.array, mx.array, mx.array | None]:
-    return linear.weight, linear.scales, linear.get("biases")
-
-
-def _how(linear: QuantizedSwitchLinear) -> dict[str, int | str]:
-    return {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
+from ..kernels import route
+from .bank import ResidentBank
+from .layers import MLP, Linear
 
 
 class KimiSparseMoE(nn.Module):

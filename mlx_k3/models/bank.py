@@ -1,0 +1,154 @@
+"""The routed experts: their arithmetic, and the bank that holds all of them in memory.
+
+A **bank** answers one call, ``bank(z, indices, weights)``. Another bank may keep its experts
+elsewhere; it then runs them with the same :class:`Experts`, and its numbers are the same.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+
+from ..config import K3Config
+from ..kernels import quantized_matmul
+from ..kernels.quantized import expand, expanding_pays
+from .layers import gated_activation
+
+GROUP_FROM = 64  # token-expert pairs from which a CPU works expert by expert
+PAIRS_AT_ONCE = 1 << 14  # pairs whose outputs exist at the same time when it does
+
+
+class Pairs(NamedTuple):
+    """Token-expert pairs in the order of the experts."""
+
+    order: np.ndarray  # [P], positions in the flattened indices
+    experts: list[int]  # ascending, each once
+    starts: list[int]  # where each expert's pairs begin, and P at the end
+
+
+class Experts(SwitchGLU):
+    """The arithmetic of stacked experts, packed or not: ``{gate,up,down}_proj.weight [E, out, in]``.
+
+    What an expert gives for its rows does not depend on which other experts run with it.
+    """
+
+    def __init__(self, config: K3Config, num_experts: int):
+        super().__init__(
+            config.expert_dim,
+            config.moe_intermediate_size,
+            num_experts,
+            activation=lambda up, gate: gated_activation(config, gate, up),
+        )
+        self._expanded: dict[str, mx.array] = {}
+
+    def keep_expanded(self) -> None:
+        """Keep the experts in float32 beside the packed ones, for prefill on a CPU."""
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            if isinstance(self[name], QuantizedSwitchLinear):
+                self._expanded[name] = expand(*_packed(self[name]), mx.float32, **_how(self[name]))
+
+    def works_by_expert(self, pairs: int) -> bool:
+        """Whether so many pairs run expert by expert.
+
+        The way for CPUs, where a packed product costs the same for every row: an expert with many
+        rows is expanded once and multiplied with BLAS.
+        """
+        return mx.default_device() == mx.cpu and pairs >= GROUP_FROM and not self.training
+
+    def select(self, x: mx.array, ids: mx.array) -> mx.array:
+        """Rows ``x [P, D]``, each through the expert in ``ids [P]``; ``[P, D]``."""
+        return SwitchGLU.__call__(self, x, ids[:, None]).squeeze(-2)
+
+    def run(self, x: mx.array, ids: Sequence[int], starts: Sequence[int]) -> mx.array:
+        """Rows ``x [P, D]`` in runs, run ``i`` from ``starts[i]`` through expert ``ids[i]``."""
+        outputs = []
+        for expert, start, stop in zip(ids, starts, starts[1:], strict=False):
+            rows = x[start:stop]
+            gate, up = (
+                self._project("gate_proj", rows, expert),
+                self._project("up_proj", rows, expert),
+            )
+            outputs.append(self._project("down_proj", self.activation(up, gate), expert))
+        return mx.concatenate(outputs)
+
+    def _project(self, name: str, x: mx.array, expert: int) -> mx.array:
+        linear = self[name]
+        if not isinstance(linear, QuantizedSwitchLinear):
+            return x @ linear.weight[expert].T
+        # The same product either way: expanded now, or once at load.
+        if name in self._expanded and expanding_pays(len(x), linear.mode):
+            return x @ self._expanded[name][expert].T
+        packed = (None if part is None else part[expert] for part in _packed(linear))
+        return quantized_matmul(x, *packed, **_how(linear))
+
+
+def sort_pairs(indices: np.ndarray) -> Pairs:
+    """The pairs of ``indices [..., k]``, by expert and then by token."""
+    order = np.argsort(indices.ravel(), kind="stable")
+    experts, starts = np.unique(indices.ravel()[order], return_index=True)
+    return Pairs(order, experts.tolist(), [*starts.tolist(), len(order)])
+
+
+def weighted_sum(y: mx.array, weights: mx.array) -> mx.array:
+    """``sum_j weights_j y_j`` for ``y [..., k, D]`` and ``weights [..., k]``, in float32."""
+    return (weights[..., None, :] @ y.astype(mx.float32)).squeeze(-2)
+
+
+def add_weighted(total: mx.array, y: mx.array, weights: mx.array, tokens: mx.array) -> mx.array:
+    """Add pairs' outputs ``y [P, D]`` to their tokens' rows of ``total [N, D]``, in order."""
+    return total.at[tokens].add(y.astype(mx.float32) * weights[:, None])
+
+
+class ResidentBank(Experts):
+    """All experts of a layer in memory."""
+
+    def __call__(self, z: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        """The experts' weighted sum.
+
+        Args:
+            z: ``[..., D]``, what the experts read.
+            indices: ``[..., k]``, the chosen experts.
+            weights: ``[..., k]`` float32.
+
+        Returns:
+            ``[..., D]`` in ``z``'s dtype.
+        """
+        if not self.works_by_expert(indices.size):
+            y = SwitchGLU.__call__(self, z, indices)
+            return weighted_sum(y, weights).astype(z.dtype)
+        pairs = sort_pairs(np.array(indices))
+        rows, flat = z.reshape(-1, z.shape[-1]), weights.reshape(-1)
+        total = mx.zeros(rows.shape, mx.float32)
+        for part in split_pairs(pairs, PAIRS_AT_ONCE):
+            order = mx.array(part.order)
+            tokens = order // indices.shape[-1]
+            y = self.run(rows[tokens], part.experts, part.starts)
+            total = add_weighted(total, y, flat[order], tokens)
+        return total.reshape(z.shape).astype(z.dtype)
+
+
+def split_pairs(pairs: Pairs, most: int) -> list[Pairs]:
+    """``pairs`` in parts of whole experts, each of at most ``most`` pairs or one expert."""
+    parts, first = [], 0
+    for i in range(1, len(pairs.experts) + 1):
+        if i == len(pairs.experts) or pairs.starts[i + 1] - pairs.starts[first] > most:
+            begin = pairs.starts[first]
+            parts.append(
+                Pairs(
+                    pairs.order[begin : pairs.starts[i]],
+                    pairs.experts[first:i],
+                    [start - begin for start in pairs.starts[first : i + 1]],
+                )
+            )
+            first = i
+    return parts
+
+
+def _packed(linear: QuantizedSwitchLinear) -> tuple[mx.array, mx.array, mx.array | None]:
+    return linear.weight, linear.scales, linear.get("biases")
+
+
+def _how(linear: QuantizedSwitchLinear) -> dict[str, int | str]:
+    return {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
