@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
 
 
 class Experts(SwitchGLU):
-    """The arithmetic of stacked experts, packed or not: ``{gate,up,down}_proj.weight [E, out, in]``.
+    """The arithmetic of stacked experts ``{gate,up,down}_proj.weight [E, out, in]``, packed or not.
 
     What an expert gives for its rows does not depend on which other experts run with it.
     """
