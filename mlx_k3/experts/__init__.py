@@ -1,0 +1,1 @@
+"""Experts on demand: which expert is in memory, who reads what next, what it costs."""
