@@ -24,7 +24,7 @@ ALLOWED = {
     "checkpoint": {"config"},
     "kernels": set(),
     "models": {"kernels", "config"},
-    "experts": {"checkpoint", "config"},
+    "experts": {"checkpoint", "config", "models.bank"},
     "loader": {"models", "experts", "checkpoint", "config"} | {"chat.tokenizer", "convert.source"},
     "convert": {"checkpoint", "config"},
     "convert.prune": {"loader"},

@@ -110,6 +110,16 @@ def test_prefill_in_pieces_equals_whole(model, expected, pieces):
     assert relative_error(mx.concatenate(parts, axis=1), model(ids)) < 1e-4
 
 
+@pytest.mark.parametrize("block", [5, 16])
+def test_prefill_in_blocks_equals_whole(model, expected, monkeypatch, block):
+    ids = mx.concatenate([expected["input_ids"], expected["decode_ids"]], axis=1)
+    want, cache = model(ids), model.make_cache()
+    for module in ("blocks", "kimi"):
+        monkeypatch.setattr(f"mlx_k3.models.{module}.BLOCK_TOKENS", block)
+    assert relative_error(model(ids[:, :30], cache=cache), want[:, :30]) < 1e-4
+    assert relative_error(model(ids[:, 30:], cache=cache), want[:, 30:]) < 1e-4
+
+
 def test_left_padded_row_equals_the_row_alone(model, expected):
     ids = expected["input_ids"]
     pad = 9

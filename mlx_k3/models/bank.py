@@ -4,12 +4,14 @@ A **bank** answers one call, ``bank(z, indices, weights)``. Another bank may kee
 elsewhere; it then runs them with the same :class:`Experts`, and its numbers are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+from mlx_lm.utils import infer_quant_config
 
 from ..config import K3Config
 from ..kernels import quantized_matmul
@@ -43,6 +45,24 @@ class Experts(SwitchGLU):
         )
         self._expanded: dict[str, mx.array] = {}
 
+    @classmethod
+    def over(cls, config: K3Config, arrays: Mapping[str, mx.array]) -> "Experts":
+        """Experts whose tensors (``gate_proj.weight [E, ...]``, ...) are given, packed or not."""
+        experts = cls(config, len(arrays["gate_proj.weight"]))
+
+        def packing(path: str, module: nn.Module) -> dict | bool:
+            return f"{path}.scales" in arrays and infer_quant_config(path, module, arrays)
+
+        nn.quantize(experts, class_predicate=packing)
+        experts.bind(arrays)
+        return experts.eval()
+
+    def bind(self, arrays: Mapping[str, mx.array]) -> None:
+        """Take other arrays of the same kind."""
+        for name, array in arrays.items():
+            projection, part = name.split(".")
+            self[projection][part] = array
+
     def keep_expanded(self) -> None:
         """Keep the experts in float32 beside the packed ones, for prefill on a CPU."""
         for name in ("gate_proj", "up_proj", "down_proj"):
@@ -57,9 +77,13 @@ class Experts(SwitchGLU):
         """
         return mx.default_device() == mx.cpu and pairs >= GROUP_FROM and not self.training
 
+    def together(self, z: mx.array, indices: mx.array) -> mx.array:
+        """Every pair of ``z [..., D]`` and ``indices [..., k]`` in one product; ``[..., k, D]``."""
+        return SwitchGLU.__call__(self, z, indices)
+
     def select(self, x: mx.array, ids: mx.array) -> mx.array:
         """Rows ``x [P, D]``, each through the expert in ``ids [P]``; ``[P, D]``."""
-        return SwitchGLU.__call__(self, x, ids[:, None]).squeeze(-2)
+        return self.together(x, ids[:, None]).squeeze(-2)
 
     def run(self, x: mx.array, ids: Sequence[int], starts: Sequence[int]) -> mx.array:
         """Rows ``x [P, D]`` in runs, run ``i`` from ``starts[i]`` through expert ``ids[i]``."""
@@ -104,24 +128,31 @@ def add_weighted(total: mx.array, y: mx.array, weights: mx.array, tokens: mx.arr
 class ResidentBank(Experts):
     """All experts of a layer in memory."""
 
-    def __call__(self, z: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+    def __call__(
+        self,
+        z: mx.array,
+        indices: mx.array,
+        weights: mx.array,
+        alongside: mx.array | None = None,
+        ahead: mx.array | None = None,
+    ) -> mx.array:
         """The experts' weighted sum.
 
         Args:
             z: ``[..., D]``, what the experts read.
             indices: ``[..., k]``, the chosen experts.
             weights: ``[..., k]`` float32.
+            alongside, ahead: of use to a bank that has to fetch its experts.
 
         Returns:
             ``[..., D]`` in ``z``'s dtype.
         """
         if not self.works_by_expert(indices.size):
-            y = SwitchGLU.__call__(self, z, indices)
-            return weighted_sum(y, weights).astype(z.dtype)
+            return weighted_sum(self.together(z, indices), weights).astype(z.dtype)
         pairs = sort_pairs(np.array(indices))
         rows, flat = z.reshape(-1, z.shape[-1]), weights.reshape(-1)
         total = mx.zeros(rows.shape, mx.float32)
-        for part in split_pairs(pairs, PAIRS_AT_ONCE):
+        for part in split_pairs(pairs, PAIRS_AT_ONCE, len(pairs.experts)):
             order = mx.array(part.order)
             tokens = order // indices.shape[-1]
             y = self.run(rows[tokens], part.experts, part.starts)
@@ -129,11 +160,16 @@ class ResidentBank(Experts):
         return total.reshape(z.shape).astype(z.dtype)
 
 
-def split_pairs(pairs: Pairs, most: int) -> list[Pairs]:
-    """``pairs`` in parts of whole experts, each of at most ``most`` pairs or one expert."""
+def split_pairs(pairs: Pairs, most_pairs: int, most_experts: int) -> list[Pairs]:
+    """``pairs`` in parts of whole experts, as many as fit both bounds, at least one."""
     parts, first = [], 0
     for i in range(1, len(pairs.experts) + 1):
-        if i == len(pairs.experts) or pairs.starts[i + 1] - pairs.starts[first] > most:
+        full = i - first == most_experts
+        if (
+            i == len(pairs.experts)
+            or full
+            or pairs.starts[i + 1] - pairs.starts[first] > most_pairs
+        ):
             begin = pairs.starts[first]
             parts.append(
                 Pairs(

@@ -13,6 +13,7 @@ from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from ..config import K3Config
+from .blocks import BLOCK_TOKENS, token_blocks
 from .kda import KimiDeltaAttention
 from .layers import MLP, Linear
 from .mla import KimiMLAAttention
@@ -47,8 +48,25 @@ class DecoderLayer(nn.Module):
         x = self.input_layernorm(stream.mix(self.get("self_attention_res")))
         if self.starts_block:
             stream.start_block()
-        stream.add(self.self_attn(x, mask, cache))
+        stream.add(self._attend(x, mask, cache))
         stream.add(self.mlp(self.post_attention_layernorm(stream.mix(self.get("mlp_res")))))
+
+    def _attend(self, x, mask, cache):
+        """Attention; a long prompt continues its own cache block by block."""
+        T = x.shape[1]
+        if cache is None or T <= BLOCK_TOKENS:
+            return self.self_attn(x, mask, cache)
+        outputs = []
+        for block in token_blocks(T):
+            part = mask
+            if mask is not None:
+                # [B, T] for KDA; [.., T, S] for MLA, whose cache ends with this block.
+                unread = T - block.stop
+                part = (
+                    mask[:, block] if self.is_kda else mask[..., block, : mask.shape[-1] - unread]
+                )
+            outputs.append(self.self_attn(x[:, block], part, cache))
+        return mx.concatenate(outputs, axis=1)
 
 
 class KimiModel(nn.Module):

@@ -6,6 +6,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from ..config import K3Config
 from ..kernels import quantized_matmul, silu, situ
+from .blocks import in_blocks
 
 
 class Linear(nn.Linear):
@@ -66,4 +67,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, config.hidden_size)
 
     def __call__(self, x: mx.array) -> mx.array:
+        """``[B, T, hidden]`` -> ``[B, T, hidden]``."""
+        return in_blocks(self._block, x)
+
+    def _block(self, x):
         return self.down_proj(gated_activation(self.config, self.gate_proj(x), self.up_proj(x)))

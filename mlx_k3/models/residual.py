@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from ..kernels import attention_residual
+from .blocks import in_blocks
 
 
 class ResidualStream:
@@ -21,7 +22,10 @@ class ResidualStream:
         """What a sublayer reads: the blocks and the running sum, mixed by ``weight [D]``."""
         if self._blocks is None or weight is None:
             return self.current
-        return attention_residual(self._with_current(), weight, self._eps)
+        return in_blocks(
+            lambda candidates: attention_residual(candidates, weight, self._eps),
+            self._with_current(),
+        )
 
     def start_block(self) -> None:
         """Keep the running sum as a finished block; the next :meth:`add` begins a new sum."""
