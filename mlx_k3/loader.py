@@ -3,7 +3,6 @@
 Owns the order of things: check every file, build the modules, name, pack and place the weights.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,12 +19,13 @@ from .checkpoint.index import LocalFolder, open_checkpoint, read_json
 from .checkpoint.reader import TensorFile
 from .config import K3Config
 from .errors import CheckpointError
+from .experts.budget import DEFAULT_CONTEXT, plan_folder
+from .experts.offload import Offload
+from .experts.trace import TraceWriter
 from .models.kimi import Model
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-EXPANDED_SHARE = 1 / 8  # of the machine's memory, at most, for expanded experts on a CPU
 
 _PREFIX = "language_model."
 
@@ -39,11 +39,27 @@ _STORAGE = {
 }
 
 
-def load(path: str | Path, dtype: str | None = None) -> "tuple[Model, TokenizerWrapper | None]":
+def load(
+    path: str | Path,
+    dtype: str | None = None,
+    *,
+    memory: str | int | None = None,
+    context_tokens: int = DEFAULT_CONTEXT,
+    trace: str | Path | None = None,
+    policy: str = "lru",
+    prefetch: bool = True,
+) -> "tuple[Model, TokenizerWrapper | None]":
     """Open a folder that ``mlx-k3 convert`` wrote, or a build in mlx-lm's form.
 
     Args:
         path: the folder.
+        memory: what the process may occupy: ``"24GB"``, a number of bytes, ``"auto"`` (measured
+            now), or None for all the model takes. Where the experts do not fit, they are fetched
+            from the disk on demand; ``model.offload`` then is the :class:`~.experts.Offload`.
+        context_tokens: prompt and answers the memory is planned for.
+        trace: record routing and reads in this file, for ``mlx-k3 trace``.
+        policy: which expert leaves a full pool: ``"lru"`` or ``"lfu"``.
+        prefetch: read what the next layer will probably choose ahead of time.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` recasts every floating-point weight;
             packed weights stay packed. By default weights stay as stored, except that a CPU
             computes in float32: it has no bfloat16 arithmetic, and emulating it is many times
@@ -56,26 +72,61 @@ def load(path: str | Path, dtype: str | None = None) -> "tuple[Model, TokenizerW
         CheckpointError: a file is missing, damaged, of another length than its header says, or
             the tensors are not this model's.
         UnsupportedError: the model is of another family.
+        BudgetError: the memory does not suffice; the message holds the arithmetic.
     """
     folder = Path(path)
-    config = K3Config.from_file(folder)
-    local = LocalFolder(folder)
-    checkpoint = open_checkpoint(local)
+    # Before the plan, which prices tensors: is this a folder that can be loaded at all?
+    checkpoint = open_checkpoint(LocalFolder(folder))
     if any(".block_sparse_moe." in name for name in checkpoint.files):
         raise CheckpointError(
             f"{path} is in the release's own format; convert it once: mlx-k3 convert {path} OUT"
         )
+    plan = plan_folder(folder, memory, context_tokens=context_tokens, dtype=dtype)
+    model = assemble(
+        folder,
+        dtype,
+        slots=None if plan.resident else plan.slots,
+        trace=trace,
+        policy=policy,
+        prefetch=prefetch,
+    )
+    if plan.expanded_bytes:
+        for layer in model.config.moe_layers:
+            bank = model.layers[layer].mlp.switch_mlp
+            bank.keep_expanded()
+            mx.eval(bank._expanded)
+    return model, load_tokenizer(folder)
+
+
+def assemble(
+    folder: Path,
+    dtype: str | None = None,
+    *,
+    slots: int | None = None,
+    trace: str | Path | None = None,
+    policy: str = "lru",
+    prefetch: bool = True,
+) -> Model:
+    """The model in ``folder``, with its experts in ``slots`` places, or in memory if None.
+
+    ``model.offload`` is the :class:`~.experts.offload.Offload`, or None. Raises as :func:`load`.
+    """
+    config, local = K3Config.from_file(folder), LocalFolder(folder)
     experts = open_experts(folder)
+    model = Model(config)
+    model.offload = None
     weights: dict[str, mx.array] = {}
-    for file in checkpoint.headers:
+    for file in open_checkpoint(local).headers:
         weights |= mx.load(str(folder / file))  # mapped, not read yet
-    if experts.form == "reference":
+    if slots is not None:
+        model.offload = _offload(model, experts, slots, trace, policy, prefetch)
+        weights = {k: v for k, v in weights.items() if ".mlp.switch_mlp." not in k}
+    elif experts.form == "reference":
         weights |= dict(_read_experts(experts))
 
-    model = Model(config)
     weights = model.sanitize(weights)
     _quantize(model, weights, read_json(local, "config.json"))
-    _check_parameters(model, weights, str(path))
+    _check_parameters(model, weights, str(folder))
     _recast(weights, dtype)
     model.load_weights(list(weights.items()), strict=False)
     model.eval()
@@ -83,9 +134,33 @@ def load(path: str | Path, dtype: str | None = None) -> "tuple[Model, TokenizerW
     for layer in model.layers:
         mx.eval(layer.parameters())
     mx.eval(model.parameters())
-    if mx.default_device() == mx.cpu:
-        _expand_experts(model)
-    return model, load_tokenizer(folder)
+    return model
+
+
+def _offload(
+    model: Model,
+    experts: ExpertExtents,
+    slots: int,
+    trace: str | Path | None,
+    policy: str,
+    prefetch: bool,
+) -> Offload:
+    """Put the model's experts on demand."""
+    config = model.config
+    writer = None
+    if trace is not None:
+        header = {
+            "layers": list(config.moe_layers),
+            "experts": [config.expert_counts[layer] for layer in config.moe_layers],
+            "top_k": config.num_experts_per_token,
+            "expert_bytes": experts.expert_bytes(experts.layers[0]),
+            "slots": slots,
+        }
+        writer = TraceWriter(trace, header)
+    offload = Offload(config, experts, slots, policy=policy, trace=writer)
+    layers = [(layer, model.layers[layer].mlp) for layer in config.moe_layers]
+    offload.place(layers, prefetch=prefetch)
+    return offload
 
 
 def _read_experts(experts: ExpertExtents) -> Iterator[tuple[str, mx.array]]:
@@ -142,18 +217,6 @@ def _check_parameters(model: nn.Module, weights: dict[str, mx.array], label: str
                 f"{label}: {name} has shape {list(weights[name].shape)}, "
                 f"config.json asks for {list(parameter.shape)}"
             )
-
-
-def _expand_experts(model: Model) -> None:
-    """Keep float32 copies of a small model's packed experts: a CPU's prefill multiplies those."""
-    banks = [layer.mlp.switch_mlp for layer in model.layers if "switch_mlp" in layer.mlp]
-    config = model.config
-    expert_bytes = 3 * config.expert_dim * config.moe_intermediate_size * 4
-    physical_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if sum(config.expert_counts) * expert_bytes <= physical_bytes * EXPANDED_SHARE:
-        for bank in banks:
-            bank.keep_expanded()
-            mx.eval(bank._expanded)
 
 
 def _recast(weights: dict[str, mx.array], dtype: str | None) -> None:

@@ -1,0 +1,54 @@
+"""Put a model's experts on demand: build the store and give every MoE layer its offloaded bank."""
+
+from collections.abc import Sequence
+
+import mlx.nn as nn
+
+from ..checkpoint.extents import ExpertExtents
+from ..config import K3Config
+from ..errors import UnsupportedError
+from ..models.bank import Experts
+from .bank import OffloadedBank
+from .policy import POLICIES
+from .reader import ExpertReader
+from .slots import SlotPool
+from .store import ExpertStore
+from .trace import TraceWriter
+
+
+class Offload:
+    """A model's experts on demand: one store for all layers, and the arithmetic on its slots."""
+
+    def __init__(
+        self,
+        config: K3Config,
+        experts: ExpertExtents,
+        slots: int,
+        *,
+        policy: str = "lru",
+        trace: TraceWriter | None = None,
+        reader: ExpertReader | None = None,
+    ):
+        pieces = {experts.pieces(layer) for layer in experts.layers}
+        if len(pieces) != 1:
+            raise UnsupportedError("experts of different shapes or precisions cannot share slots")
+        pool = SlotPool(pieces.pop(), slots, POLICIES[policy]())
+        self.store = ExpertStore(experts, pool, reader or ExpertReader(), trace)
+        self._arithmetic = Experts.over(config, pool.arrays)
+
+    def place(self, moe_layers: Sequence[tuple[int, nn.Module]], *, prefetch: bool = True) -> None:
+        """Give each MoE layer ``(number, module)`` its bank, and a look ahead to the next layer."""
+        following = [*moe_layers[1:], (None, None)]
+        for (layer, moe), (next_layer, next_moe) in zip(moe_layers, following, strict=True):
+            moe.switch_mlp = OffloadedBank(layer, next_layer, self.store, self._arithmetic)
+            if prefetch and next_moe is not None:
+                moe.look_ahead = next_moe.guess
+
+    def resize(self, slots: int) -> None:
+        """Another number of slots, between two tokens; keeps as many experts as fit."""
+        self.store.resize(slots)
+        self._arithmetic.bind(self.store.pool.arrays)
+
+    def close(self) -> None:
+        """Stop the reader; the model cannot run afterwards."""
+        self.store.close()
