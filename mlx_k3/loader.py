@@ -20,6 +20,7 @@ from .checkpoint.reader import TensorFile
 from .config import K3Config
 from .errors import CheckpointError
 from .experts.budget import DEFAULT_CONTEXT, plan_folder
+from .experts.lossy import Levers
 from .experts.offload import Offload
 from .experts.trace import TraceWriter
 from .models.kimi import Model
@@ -48,6 +49,7 @@ def load(
     trace: str | Path | None = None,
     policy: str = "lru",
     prefetch: bool = True,
+    levers: Levers | None = None,
 ) -> "tuple[Model, TokenizerWrapper | None]":
     """Open a folder that ``mlx-k3 convert`` wrote, or a build in mlx-lm's form.
 
@@ -60,6 +62,7 @@ def load(
         trace: record routing and reads in this file, for ``mlx-k3 trace``.
         policy: which expert leaves a full pool: ``"lru"`` or ``"lfu"``.
         prefetch: read what the next layer will probably choose ahead of time.
+        levers: what may be left out to read less; by default nothing, and results are exact.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` recasts every floating-point weight;
             packed weights stay packed. By default weights stay as stored, except that a CPU
             computes in float32: it has no bfloat16 arithmetic, and emulating it is many times
@@ -89,7 +92,9 @@ def load(
         trace=trace,
         policy=policy,
         prefetch=prefetch,
+        levers=levers,
     )
+    model.prompt_tokens = plan.prompt_tokens
     if plan.expanded_bytes:
         for layer in model.config.moe_layers:
             bank = model.layers[layer].mlp.switch_mlp
@@ -106,6 +111,7 @@ def assemble(
     trace: str | Path | None = None,
     policy: str = "lru",
     prefetch: bool = True,
+    levers: Levers | None = None,
 ) -> Model:
     """The model in ``folder``, with its experts in ``slots`` places, or in memory if None.
 
@@ -119,7 +125,7 @@ def assemble(
     for file in open_checkpoint(local).headers:
         weights |= mx.load(str(folder / file))  # mapped, not read yet
     if slots is not None:
-        model.offload = _offload(model, experts, slots, trace, policy, prefetch)
+        model.offload = _offload(model, experts, slots, trace, policy, prefetch, levers)
         weights = {k: v for k, v in weights.items() if ".mlp.switch_mlp." not in k}
     elif experts.form == "reference":
         weights |= dict(_read_experts(experts))
@@ -144,6 +150,7 @@ def _offload(
     trace: str | Path | None,
     policy: str,
     prefetch: bool,
+    levers: Levers | None,
 ) -> Offload:
     """Put the model's experts on demand."""
     config = model.config
@@ -157,7 +164,7 @@ def _offload(
             "slots": slots,
         }
         writer = TraceWriter(trace, header)
-    offload = Offload(config, experts, slots, policy=policy, trace=writer)
+    offload = Offload(config, experts, slots, policy=policy, levers=levers, trace=writer)
     layers = [(layer, model.layers[layer].mlp) for layer in config.moe_layers]
     offload.place(layers, prefetch=prefetch)
     return offload

@@ -20,6 +20,7 @@ from ..models.bank import (
     split_pairs,
     weighted_sum,
 )
+from .lossy import Levers
 from .store import ExpertStore, Key
 
 EXPERTS_AT_ONCE = 32  # of a prompt's experts, computed together
@@ -31,9 +32,16 @@ class OffloadedBank:
     ``slots`` runs the experts that lie in the store's slots.
     """
 
-    def __init__(self, layer: int, next_layer: int | None, store: ExpertStore, slots: Experts):
+    def __init__(
+        self,
+        layer: int,
+        next_layer: int | None,
+        store: ExpertStore,
+        slots: Experts,
+        levers: Levers,
+    ):
         self._layer, self._next_layer = layer, next_layer
-        self._store, self._slots = store, slots
+        self._store, self._slots, self._levers = store, slots, levers
 
     def __call__(
         self,
@@ -57,8 +65,11 @@ class OffloadedBank:
             BudgetError: the pool is smaller than what one layer needs.
         """
         mx.eval(indices, weights, *([] if ahead is None else [ahead]))
-        ids = np.array(indices)
-        self._store.begin(self._layer, ids, np.array(weights))
+        chosen, shares = np.array(indices), np.array(weights)
+        self._store.begin(self._layer, chosen, shares)
+        ids, kept = self._levers.apply(chosen, shares, self._is_there)
+        if ids is not chosen:
+            weights = mx.array(kept)
         pairs = sort_pairs(ids)
         if ids.size >= GROUP_FROM or len(pairs.experts) > len(self._store.pool):
             return self._in_groups(z, weights, pairs)
@@ -110,6 +121,9 @@ class OffloadedBank:
         unsort[pairs.order] = np.arange(len(unsort))
         y = mx.concatenate(outputs)[mx.array(unsort)].reshape(*weights.shape, -1)
         return weighted_sum(y, weights).astype(z.dtype)
+
+    def _is_there(self, expert: int) -> bool:
+        return self._store.pool.find((self._layer, expert)) is not None
 
     def _keys(self, experts: Sequence[int]) -> list[Key]:
         return [(self._layer, expert) for expert in experts]

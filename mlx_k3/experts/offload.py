@@ -9,6 +9,7 @@ from ..config import K3Config
 from ..errors import UnsupportedError
 from ..models.bank import Experts
 from .bank import OffloadedBank
+from .lossy import Levers
 from .policy import POLICIES
 from .reader import ExpertReader
 from .slots import SlotPool
@@ -26,6 +27,7 @@ class Offload:
         slots: int,
         *,
         policy: str = "lru",
+        levers: Levers | None = None,
         trace: TraceWriter | None = None,
         reader: ExpertReader | None = None,
     ):
@@ -34,13 +36,16 @@ class Offload:
             raise UnsupportedError("experts of different shapes or precisions cannot share slots")
         pool = SlotPool(pieces.pop(), slots, POLICIES[policy]())
         self.store = ExpertStore(experts, pool, reader or ExpertReader(), trace)
+        self.levers = levers or Levers()
         self._arithmetic = Experts.over(config, pool.arrays)
 
     def place(self, moe_layers: Sequence[tuple[int, nn.Module]], *, prefetch: bool = True) -> None:
         """Give each MoE layer ``(number, module)`` its bank, and a look ahead to the next layer."""
         following = [*moe_layers[1:], (None, None)]
         for (layer, moe), (next_layer, next_moe) in zip(moe_layers, following, strict=True):
-            moe.switch_mlp = OffloadedBank(layer, next_layer, self.store, self._arithmetic)
+            moe.switch_mlp = OffloadedBank(
+                layer, next_layer, self.store, self._arithmetic, self.levers
+            )
             if prefetch and next_moe is not None:
                 moe.look_ahead = next_moe.guess
 

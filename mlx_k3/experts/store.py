@@ -28,8 +28,6 @@ class Counters:
     demand_bytes: int = 0
     prefetch_bytes: int = 0
     used_prefetch_bytes: int = 0
-    dropped_pairs: int = 0
-    dropped_weight: float = 0.0
     stall_seconds: float = 0.0
 
     @property
