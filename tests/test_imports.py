@@ -34,7 +34,7 @@ ALLOWED = {
     "training": {"loader", "models", "kernels", "config", "chat", "nano"},
     "server": {"loader", "chat", "media", "config"},
     "cli": {"server", "chat", "convert", "training", "loader"}
-    | {"blas", "checkpoint", "config", "kernels", "nano"},
+    | {"blas", "checkpoint", "config", "experts", "kernels", "nano"},
 }
 # These never load MLX, so that commands which need no arithmetic answer at once.
 WITHOUT_MLX = {"blas", "checkpoint", "config", "errors", "nano", "units", "version"}

@@ -15,6 +15,7 @@ from .convert import convert
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .trace import trace
 from .verify import verify
 
 app = typer.Typer(
@@ -53,4 +54,5 @@ app.command()(convert)
 app.command()(doctor)
 app.command()(generate)
 app.command()(inspect)
+app.command()(trace)
 app.command()(verify)

@@ -57,7 +57,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | Path, header: dict[str, Any]) -> None:
-        """Start a file. ``header`` needs ``expert_bytes``, and ``slots`` (None: all are resident).
+        """Start a file. ``header`` needs ``expert_bytes``; ``slots`` and ``policy`` help.
 
         Raises:
             K3Error: the file cannot be written.
