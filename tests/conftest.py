@@ -1,5 +1,6 @@
 """What every test may ask for. Loads OpenBLAS before any test module imports MLX."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,8 @@ import mlx_k3  # noqa: F401  # Loads OpenBLAS, before any test module imports ML
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-
-@pytest.fixture(scope="session")
-def repository() -> Path:
-    """The checkout's root."""
-    return REPOSITORY
+# Float32 means float32 here: some GPUs would else round what they multiply to TF32.
+os.environ["MLX_ENABLE_TF32"] = "0"
 
 
 @pytest.fixture(scope="session")
