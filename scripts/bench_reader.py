@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_k3.checkpoint.extents import Extent, Piece, merge
-from mlx_k3.experts.disk import ALIGNMENT, Block, cut
+from mlx_k3.experts.disk import ALIGNMENT, BLOCK_BYTES, Block, cut
 from mlx_k3.experts.policy import LRU
 from mlx_k3.experts.reader import ExpertReader
 from mlx_k3.experts.slots import SlotPool
@@ -84,11 +84,14 @@ def measure(form: str, args: argparse.Namespace) -> dict:
     path = args.folder / f"experts-{form}.bin"
     extents = write(path, form, args.experts)
     pool = SlotPool(PIECES, 2 * ACTIVE, LRU())
+    # As large as the slots, so that none of the ways is faster for staying in the CPU's cache.
+    memory = memoryview(mmap.mmap(-1, max(pool.nbytes, args.threads * 2 * BLOCK_BYTES)))
+    memory[:: mmap.PAGESIZE] = bytes(len(memory[:: mmap.PAGESIZE]))
     with ExpertReader(args.threads) as reader:
         ways = {
             "reader": lambda: by_reader(reader, pool, extents, 1, args.threads),
             "layer": lambda: by_reader(reader, pool, extents, ACTIVE, 1),
-            "bare": lambda: by_bare_threads(pool, extents, args.threads, direct),
+            "bare": lambda: by_bare_threads(pool, memory, extents, args.threads, direct),
             "fio": lambda: by_fio(path, form, args.threads, direct),
         }
         if not shutil.which("fio"):
@@ -172,8 +175,11 @@ def by_reader(
     return len(order) * EXPERT_BYTES / (time.perf_counter() - begun) / 1e9
 
 
-def by_bare_threads(pool: SlotPool, extents: Extents, threads: int, direct: bool) -> float:
-    """The same blocks of the same files, each thread into aligned memory of its own."""
+def by_bare_threads(
+    pool: SlotPool, memory: memoryview, extents: Extents, threads: int, direct: bool
+) -> float:
+    """The same blocks of the same files, each thread into its own share of ``memory``."""
+    room = len(memory) // threads // ALIGNMENT * ALIGNMENT
     order = random.sample(range(len(extents)), len(extents))
     buffers = pool.buffers(0)
     blocks: list[Block] = [
@@ -183,15 +189,16 @@ def by_bare_threads(pool: SlotPool, extents: Extents, threads: int, direct: bool
         for block in cut(run.path, run.offset, [buffers[piece] for piece in run.pieces])
     ]
     fd = os.open(blocks[0].path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    memories = [memoryview(mmap.mmap(-1, 9 * 2**20)) for _ in range(threads)]
-    for memory in memories:
-        memory[:: mmap.PAGESIZE] = bytes(len(memory[:: mmap.PAGESIZE]))
 
     def work(first: int) -> None:
+        at = first * room
         for block in blocks[first::threads]:
             start = block.offset // ALIGNMENT * ALIGNMENT
             end = -(-(block.offset + block.nbytes) // ALIGNMENT) * ALIGNMENT
-            os.preadv(fd, [memories[first][: end - start]], start)
+            if at + end - start > (first + 1) * room:
+                at = first * room
+            os.preadv(fd, [memory[at : at + end - start]], start)
+            at += end - start
 
     workers = [threading.Thread(target=work, args=[i]) for i in range(threads)]
     begun = time.perf_counter()

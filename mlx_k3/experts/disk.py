@@ -131,9 +131,9 @@ def cut(path: str, offset: int, buffers: Sequence[memoryview]) -> Iterator[Block
     buffers = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     total = sum(map(len, buffers))
     end = offset + total
-    parts = -(-total // BLOCK_BYTES)
+    parts = max(1, -(-total // BLOCK_BYTES))
+    size = -(-(offset % ALIGNMENT + total) // parts // ALIGNMENT) * ALIGNMENT
     while offset < end:
-        size = -(-total // parts // ALIGNMENT) * ALIGNMENT
         want = min(end, (offset + size) // ALIGNMENT * ALIGNMENT) - offset
         block = Block(path, offset, *take(buffers, want))
         yield block

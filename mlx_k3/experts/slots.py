@@ -41,6 +41,7 @@ class SlotPool:
     """
 
     def __init__(self, pieces: tuple[Piece, ...], slots: int, policy: Policy) -> None:
+        _check(slots)
         self.pieces = pieces
         self.arrays: dict[str, mx.array] = {}
         """Piece name -> [slots, *piece.shape]; replaced by :meth:`resize`."""
@@ -55,8 +56,6 @@ class SlotPool:
             self._memory.append(memory)
 
     def _set_up(self, slots: int) -> None:
-        if slots < 1:
-            raise ValueError(f"a pool needs at least one slot, not {slots}")
         self._keys: list[Key | None] = [None] * slots
         self._loading: dict[Key, int] = {}
         self._leases = [0] * slots
@@ -173,7 +172,8 @@ class SlotPool:
         with self._lock:
             if self._loading or any(self._leases):
                 raise ValueError("slots that are leased or loading cannot move")
-            while len(self._slot_of) > max(slots, 0):
+            _check(slots)
+            while len(self._slot_of) > slots:
                 self._slot_of.pop(self._policy.victim())
             moved = list(self._slot_of.items())
             self._set_up(slots)
@@ -223,6 +223,11 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _check(slots: int) -> None:
+    if slots < 1:
+        raise ValueError(f"a pool needs at least one slot, not {slots}")
 
 
 def _allocate(piece: Piece, slots: int) -> tuple[mx.array, memoryview]:
