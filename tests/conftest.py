@@ -14,6 +14,12 @@ os.environ["MLX_ENABLE_TF32"] = "0"
 
 
 @pytest.fixture(scope="session")
+def repository() -> Path:
+    """The checkout's root."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
 def golden() -> Path:
     """Checkpoints and operator cases with outputs of the published reference.
 
