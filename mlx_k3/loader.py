@@ -18,8 +18,8 @@ from .checkpoint.extents import ExpertExtents, merge, open_experts
 from .checkpoint.index import LocalFolder, open_checkpoint, read_json
 from .checkpoint.reader import TensorFile
 from .config import K3Config
-from .errors import CheckpointError
-from .experts.budget import DEFAULT_CONTEXT, plan_folder
+from .errors import CheckpointError, UnsupportedError
+from .experts.budget import DEFAULT_CONTEXT, MemoryPlan, plan_folder
 from .experts.lossy import Levers
 from .experts.offload import Offload
 from .experts.trace import TraceWriter
@@ -74,17 +74,17 @@ def load(
     Raises:
         CheckpointError: a file is missing, damaged, of another length than its header says, or
             the tensors are not this model's.
-        UnsupportedError: the model is of another family.
+        UnsupportedError: the model is of another family, or a trace or levers were asked for and
+            no expert is read on demand.
         BudgetError: the memory does not suffice; the message holds the arithmetic.
     """
     folder = Path(path)
-    # Before the plan, which prices tensors: is this a folder that can be loaded at all?
-    checkpoint = open_checkpoint(LocalFolder(folder))
-    if any(".block_sparse_moe." in name for name in checkpoint.files):
-        raise CheckpointError(
-            f"{path} is in the release's own format; convert it once: mlx-k3 convert {path} OUT"
+    plan = plan_load(folder, memory, context_tokens=context_tokens, dtype=dtype)
+    if plan.resident and (trace is not None or levers is not None):
+        raise UnsupportedError(
+            f"{path} fits in memory as a whole, so there are no reads to trace or to avoid; "
+            "leave out trace and levers, or give less memory"
         )
-    plan = plan_folder(folder, memory, context_tokens=context_tokens, dtype=dtype)
     model = assemble(
         folder,
         dtype,
@@ -101,6 +101,23 @@ def load(
             bank.keep_expanded()
             mx.eval(bank._expanded)
     return model, load_tokenizer(folder)
+
+
+def plan_load(
+    path: str | Path,
+    memory: str | int | None,
+    *,
+    context_tokens: int = DEFAULT_CONTEXT,
+    dtype: str | None = None,
+) -> MemoryPlan:
+    """What :func:`load` would do with these arguments; raises as it does, in a moment."""
+    # Before the plan, which prices tensors: is this a folder that can be loaded at all?
+    checkpoint = open_checkpoint(LocalFolder(Path(path)))
+    if any(".block_sparse_moe." in name for name in checkpoint.files):
+        raise CheckpointError(
+            f"{path} is in the release's own format; convert it once: mlx-k3 convert {path} OUT"
+        )
+    return plan_folder(path, memory, context_tokens=context_tokens, dtype=dtype)
 
 
 def assemble(

@@ -1,6 +1,7 @@
-"""Sizes as people write them: ``24GB``, ``1.5 GiB``, ``13GB/s``.
+"""Sizes as people write them: ``24GB``, ``1.5 GiB``, ``13GB/s``; and a context of ``32k`` tokens.
 
-Decimal and binary suffixes mean what they say: 1 GB = 10^9 bytes, 1 GiB = 2^30 bytes.
+Decimal and binary suffixes mean what they say: 1 GB = 10^9 bytes, 1 GiB = 2^30 bytes. Context
+lengths are counted in powers of two: 32k tokens are 32768.
 """
 
 import re
@@ -25,6 +26,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*(?:/s)?\s*")
 
+_TOKENS = re.compile(r"\s*([0-9]+)\s*([kKmM]?)\s*")
+
 
 def parse_bytes(text: str) -> int:
     """``"24GB"`` -> 24_000_000_000. Accepts a trailing ``/s`` for rates.
@@ -37,6 +40,19 @@ def parse_bytes(text: str) -> int:
     if unit is None:
         raise K3Error(f"{text!r} is not a size; write for example 24GB or 512MiB")
     return int(float(match[1]) * unit)
+
+
+def parse_tokens(text: str) -> int:
+    """``"32k"`` -> 32768, ``"1M"`` -> 1048576, ``"5000"`` -> 5000.
+
+    Raises:
+        K3Error: ``text`` is not a number of tokens above 0.
+    """
+    match = _TOKENS.fullmatch(text)
+    tokens = int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()] if match else 0
+    if tokens < 1:
+        raise K3Error(f"{text!r} is not a number of tokens; write for example 32k")
+    return tokens
 
 
 def format_bytes(n: float) -> str:

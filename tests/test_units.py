@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_k3 import K3Error
-from mlx_k3.units import format_bytes, parse_bytes
+from mlx_k3.units import format_bytes, parse_bytes, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,17 @@ def test_format(n: int, expected: str) -> None:
 @given(st.integers(0, 10**15))
 def test_a_shown_size_reads_back_to_three_digits(n: int) -> None:
     assert parse_bytes(format_bytes(n)) == pytest.approx(n, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1", 1), ("5000", 5000), ("32k", 32768), ("32 K", 32768), ("1M", 1048576)],
+)
+def test_tokens(text: str, expected: int) -> None:
+    assert parse_tokens(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "0k", "-1", "1.5k", "32kb", "k"])
+def test_no_number_of_tokens(text: str) -> None:
+    with pytest.raises(K3Error, match="is not a number of tokens"):
+        parse_tokens(text)

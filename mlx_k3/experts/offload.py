@@ -1,5 +1,6 @@
 """Put a model's experts on demand: build the store and give every MoE layer its offloaded bank."""
 
+import time
 from collections.abc import Sequence
 
 import mlx.nn as nn
@@ -9,12 +10,16 @@ from ..config import K3Config
 from ..errors import UnsupportedError
 from ..models.bank import Experts
 from .bank import OffloadedBank
+from .heat import Heat
 from .lossy import Levers
 from .policy import POLICIES
 from .reader import ExpertReader
 from .slots import SlotPool
 from .store import ExpertStore
 from .trace import TraceWriter
+from .usage import Usage
+
+WARM_SHARE = 3 / 4  # of the slots, at most, for experts that were hot before
 
 
 class Offload:
@@ -37,6 +42,7 @@ class Offload:
         pool = SlotPool(pieces.pop(), slots, POLICIES[policy]())
         self.store = ExpertStore(experts, pool, reader or ExpertReader(), trace)
         self.levers = levers or Levers()
+        self._experts_per_token = config.num_experts_per_token * len(config.moe_layers)
         self._arithmetic = Experts.over(config, pool.arrays)
 
     def place(self, moe_layers: Sequence[tuple[int, nn.Module]], *, prefetch: bool = True) -> None:
@@ -48,6 +54,40 @@ class Offload:
             )
             if prefetch and next_moe is not None:
                 moe.look_ahead = next_moe.guess
+
+    @property
+    def slots(self) -> int:
+        """How many experts fit at a time."""
+        return len(self.store.pool)
+
+    @property
+    def working_sets(self) -> float:
+        """Slots over the experts of one token. Below 1 a pool hits next to nothing."""
+        return self.slots / self._experts_per_token
+
+    def usage(self) -> Usage:
+        """All sums so far; subtract an earlier one to have what happened since."""
+        counters, reader, levers = self.store.counters, self.store.reader, self.levers
+        return Usage(
+            seconds=time.perf_counter(),
+            hit_bytes=counters.hit_bytes,
+            demand_bytes=counters.demand_bytes,
+            prefetch_bytes=counters.prefetch_bytes,
+            used_prefetch_bytes=counters.used_prefetch_bytes,
+            stall_seconds=counters.stall_seconds,
+            disk_bytes=reader.read_bytes,
+            disk_seconds=reader.busy_seconds,
+            weight=levers.weight,
+            dropped_weight=levers.dropped_weight,
+            dropped_pairs=levers.dropped_pairs,
+        )
+
+    def warm_up(self, heat: Heat) -> None:
+        """Count uses in ``heat``, and start reading what it says is used most, behind all else."""
+        self.store.heat = heat
+        hottest = heat.hottest(int(self.slots * WARM_SHARE))
+        # The hottest last: an LRU pool then keeps it longest.
+        self.store.prefetch(hottest[::-1])
 
     def resize(self, slots: int) -> None:
         """Another number of slots, between two tokens; keeps as many experts as fit."""

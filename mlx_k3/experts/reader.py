@@ -80,8 +80,6 @@ class ExpertReader:
         self.read_bytes = 0
         """Bytes put into buffers, counted where a read returns."""
         self.read_calls = 0
-        self.busy_seconds = 0.0
-        """Time in which at least one read was going on."""
         self._files = Files(disk or Disk(), direct)
         self._lock = threading.Lock()
         self._urgent: OrderedDict[Ticket, None] = OrderedDict()  # with blocks not begun
@@ -91,6 +89,7 @@ class ExpertReader:
         self._permits: SimpleQueue[bool] = SimpleQueue()
         self._flying = 0
         self._busy_since = 0.0
+        self._busy_seconds = 0.0
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"expert-reader-{i}", daemon=True)
@@ -98,6 +97,13 @@ class ExpertReader:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which at least one read was going on."""
+        with self._lock:
+            going_on = time.perf_counter() - self._busy_since if self._flying else 0.0
+            return self._busy_seconds + going_on
 
     def submit(self, runs: Sequence[Run], *, urgent: bool = True) -> Ticket:
         """Read ``runs``; if ``urgent``, before everything that is not. Keep the buffers alive.
@@ -227,7 +233,7 @@ class ExpertReader:
             ticket._flying -= 1
             self._flying -= 1
             if not self._flying:
-                self.busy_seconds += ticket.ended - self._busy_since
+                self._busy_seconds += ticket.ended - self._busy_since
             if error is not None:
                 self._drop(ticket, error)
             elif not ticket._flying and not ticket._blocks:

@@ -5,7 +5,7 @@ the model; only the reader's threads touch slots meanwhile, and only slots that 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ import numpy as np
 
 from ..checkpoint.extents import ExpertExtents, merge
 from ..errors import BudgetError
+from .heat import Heat
 from .reader import ExpertReader, Ticket
 from .slots import Lease, SlotPool
 from .trace import TraceWriter
@@ -70,7 +71,11 @@ class ExpertStore:
     ):
         self.experts, self.pool, self.reader, self.trace = experts, pool, reader, trace
         self.counters = Counters()
-        self.position = 0  # tokens seen, for the trace
+        self.on_layer: Callable[[int], None] | None = None
+        """Called before each layer with its number; what it raises ends the forward pass."""
+        self.heat: Heat | None = None
+        """Counts what is chosen, if there is one."""
+        self._position, self._step = 0, 0  # of the forward pass at work: first token, tokens
         self._loads: dict[Key, _Load] = {}
         self._unused: set[Key] = set()  # read ahead and not asked for yet
         self._holds: dict[int, Lease] = {}  # slot -> lease, of the layer at work
@@ -78,10 +83,17 @@ class ExpertStore:
 
     def begin(self, layer: int, indices: np.ndarray, weights: np.ndarray) -> None:
         """Before a layer: take note of its routing and of finished reads; free what was used."""
+        if self.on_layer:
+            self.on_layer(layer)
+        if self.heat:
+            self.heat.add(layer, indices)
         if self.trace:
-            self.trace.route(self.position, layer, indices, weights)
+            self._record(layer, indices, weights)
+        # What is held by now is left over from a forward pass that was cut short.
+        for load in self._loads.values():
+            load.held = False
         self._settle()
-        for lease in self._holds.values():  # left over from a forward pass that was cut short
+        for lease in self._holds.values():
             lease.release()
         self._holds.clear()
         self.reclaim()
@@ -178,6 +190,13 @@ class ExpertStore:
         self.reader.close()
         if self.trace:
             self.trace.close()
+
+    def _record(self, layer: int, indices: np.ndarray, weights: np.ndarray) -> None:
+        if layer == self.experts.layers[0]:
+            self._position += self._step
+        k = indices.shape[-1]
+        self._step = indices.size // k
+        self.trace.route(self._position, layer, indices.reshape(-1, k), weights.reshape(-1, k))
 
     def _count_use(self, key: Key) -> None:
         """A hit, unless this is the first use of what was read ahead for it."""
