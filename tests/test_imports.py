@@ -28,7 +28,7 @@ ALLOWED = {
     "loader": {"models", "experts", "checkpoint", "config"} | {"chat.tokenizer", "convert.source"},
     "convert": {"checkpoint", "config"},
     "convert.prune": {"loader"},
-    "chat": {"loader", "models", "config"},
+    "chat": {"loader", "models", "config", "experts.usage"},
     "media": {"config"},
     "nano": {"convert"},
     "training": {"loader", "models", "kernels", "config", "chat", "nano"},

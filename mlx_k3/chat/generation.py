@@ -15,6 +15,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..errors import K3Error, UnsupportedError
+from ..experts.usage import Usage
+from .demand import Meter, prompt_in_layers
 from .tokenizer import only_known_ids
 from .xtml import encode_text
 from .xtml_parser import Event, ReplyParser
@@ -27,7 +29,9 @@ class Reply:
     """A whole answer. ``ids`` are all that were generated, a stop token included.
 
     ``finish_reason`` is ``stop`` (the model ended it) or ``length`` (``max_tokens`` reached).
-    ``cached_tokens`` of the prompt's tokens were not computed again.
+    ``cached_tokens`` of the prompt's tokens were not computed again. ``generation_tps`` is 0 for
+    an answer of one token, which has no speed. With experts on demand, ``usage`` is what the
+    answer read, ``decode_usage`` what it read after its first token.
     """
 
     message: dict[str, Any]
@@ -38,6 +42,8 @@ class Reply:
     prompt_tps: float
     generation_tps: float
     peak_memory_bytes: int
+    usage: Usage | None = None
+    decode_usage: Usage | None = None
 
     @property
     def text(self) -> str:
@@ -159,10 +165,17 @@ def run(
         sampler = only_known_ids(sampler, tokenizer)
     limit = -1 if sampling.max_tokens is None else sampling.max_tokens
     new = mx.array(ids[cached_tokens:])
-    responses = mlx_lm_stream(model, tokenizer, new, limit, sampler=sampler, **options)
     generated: list[int] = []
-    with closing(responses):
+    meter = Meter(model)
+    with (
+        prompt_in_layers(model, options) as options,
+        closing(
+            mlx_lm_stream(model, tokenizer, new, limit, sampler=sampler, **options)
+        ) as responses,
+    ):
         for response in responses:
+            if not generated:
+                meter.first_token()
             generated.append(response.token)
             events = parser.feed(response.token)
             finish_reason = response.finish_reason or ("stop" if parser.ended else None)
@@ -170,6 +183,7 @@ def run(
                 yield Chunk(response.token, events)
                 continue
             events = [*events, *parser.finish()]
+            usage, decode_usage = meter.usage()
             reply = Reply(
                 message=parser.message,
                 ids=generated,
@@ -177,8 +191,10 @@ def run(
                 prompt_tokens=len(ids),
                 cached_tokens=cached_tokens,
                 prompt_tps=response.prompt_tps,
-                generation_tps=response.generation_tps,
+                generation_tps=meter.tokens_per_second(len(generated)),
                 peak_memory_bytes=mx.get_peak_memory(),
+                usage=usage,
+                decode_usage=decode_usage,
             )
             yield Chunk(response.token, events, reply)
             return

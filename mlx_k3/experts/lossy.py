@@ -33,6 +33,11 @@ class Levers:
             raise K3Error(f"--drop-missed {self.drop_missed} is not a share from 0 to below 1")
 
     @property
+    def on(self) -> bool:
+        """Whether anything may be left out."""
+        return self.active_experts is not None or self.drop_missed > 0
+
+    @property
     def dropped_share(self) -> float:
         """Weight left out over all weight."""
         return self.dropped_weight / self.weight if self.weight else 0.0
@@ -51,7 +56,7 @@ class Levers:
             Ids ``[..., n]`` and weights ``[..., n]`` of each token's former sum. An expert left
             out as a miss has weight 0 and another expert's id.
         """
-        if self.active_experts is None and not self.drop_missed:
+        if not self.on:
             return ids, weights
         before, pairs = weights.sum(-1, keepdims=True), weights.size
         self.weight += float(before.sum())

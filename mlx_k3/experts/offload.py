@@ -1,8 +1,10 @@
 """Put a model's experts on demand: build the store and give every MoE layer its offloaded bank."""
 
 import time
+import weakref
 from collections.abc import Sequence
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint.extents import ExpertExtents
@@ -39,11 +41,15 @@ class Offload:
         pieces = {experts.pieces(layer) for layer in experts.layers}
         if len(pieces) != 1:
             raise UnsupportedError("experts of different shapes or precisions cannot share slots")
+        if policy not in POLICIES:
+            raise UnsupportedError(f"policy {policy!r}; there are {' and '.join(POLICIES)}")
         pool = SlotPool(pieces.pop(), slots, POLICIES[policy]())
         self.store = ExpertStore(experts, pool, reader or ExpertReader(), trace)
         self.levers = levers or Levers()
         self._experts_per_token = config.num_experts_per_token * len(config.moe_layers)
         self._arithmetic = Experts.over(config, pool.arrays)
+        # A model that is dropped takes the reader's threads and open files with it.
+        self._close = weakref.finalize(self, self.store.close)
 
     def place(self, moe_layers: Sequence[tuple[int, nn.Module]], *, prefetch: bool = True) -> None:
         """Give each MoE layer ``(number, module)`` its bank, and a look ahead to the next layer."""
@@ -91,9 +97,14 @@ class Offload:
 
     def resize(self, slots: int) -> None:
         """Another number of slots, between two tokens; keeps as many experts as fit."""
-        self.store.resize(slots)
-        self._arithmetic.bind(self.store.pool.arrays)
+        arrays = self.store.pool.arrays
+        # Nothing else refers to an old array, so it is freed as soon as its content has moved.
+        self._arithmetic.bind(dict.fromkeys(arrays, mx.array(0)))
+        try:
+            self.store.resize(slots)
+        finally:
+            self._arithmetic.bind(arrays)
 
     def close(self) -> None:
-        """Stop the reader; the model cannot run afterwards."""
-        self.store.close()
+        """Stop the reader; the model cannot run afterwards. Idempotent."""
+        self._close()
