@@ -72,13 +72,16 @@ class OffloadedBank:
             weights = mx.array(kept)
         pairs = sort_pairs(ids)
         if ids.size >= GROUP_FROM or len(pairs.experts) > len(self._store.pool):
-            return self._in_groups(z, weights, pairs)
-        return self._at_once(z, ids, weights, pairs, alongside, ahead)
+            y = self._in_groups(z, weights, pairs)
+        else:
+            y = self._at_once(z, ids, weights, pairs, alongside, ahead)
+        self._store.end()
+        return y
 
     def _at_once(self, z, ids, weights, pairs, alongside, ahead):
         store, keys = self._store, self._keys(pairs.experts)
         # What is there first: then no claim for what is missing can evict it.
-        for key in sorted(keys, key=lambda key: store.pool.find(key) is None):
+        for key in sorted(keys, key=store.has, reverse=True):
             self._hold(key)
         if alongside is not None:
             mx.async_eval(alongside)
@@ -98,7 +101,12 @@ class OffloadedBank:
         by_expert, many = slots.works_by_expert(flat.size), flat.size >= GROUP_FROM
         keys, held, done = self._keys(pairs.experts), 0, 0
         total, outputs = mx.zeros(rows.shape, mx.float32), []
-        for part in split_pairs(pairs, PAIRS_AT_ONCE, self._group_size()):
+        group_size = self._group_size()
+        # What is there stays until its turn, as far as that leaves room for two groups.
+        there = [key for key in keys if store.has(key)]
+        for key in there[: max(len(store.pool) - 2 * group_size, 0)]:
+            self._hold(key)
+        for part in split_pairs(pairs, PAIRS_AT_ONCE, group_size):
             done += len(part.experts)
             held = self._hold_ahead(keys, held, done)
             places = store.wait(keys[done - len(part.experts) : done])
@@ -108,13 +116,12 @@ class OffloadedBank:
             else:
                 ids = np.repeat(np.array(places, np.uint32), np.diff(part.starts))
                 y = slots.select(rows[order // k], mx.array(ids))
+            store.release_after(places, y)
             if many:
                 total = add_weighted(total, y, flat[order], order // k)
-                mx.async_eval(y, total)
+                mx.async_eval(total)
             else:
                 outputs.append(y)
-                mx.async_eval(y)
-            store.release_after(places, y)
         if many:
             return total.reshape(z.shape).astype(z.dtype)
         unsort = np.empty_like(pairs.order)

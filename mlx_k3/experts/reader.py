@@ -82,6 +82,7 @@ class ExpertReader:
         self.read_calls = 0
         self._files = Files(disk or Disk(), direct)
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._urgent: OrderedDict[Ticket, None] = OrderedDict()  # with blocks not begun
         self._prefetch: OrderedDict[Ticket, None] = OrderedDict()
         # One True for each block, so that a thread that takes one finds work, unless it was
@@ -135,6 +136,13 @@ class ExpertReader:
             return "direct" if self._files.get(path).direct else "buffered"
         except OSError as e:
             raise CheckpointError(f"{path} cannot be read: {e.strerror}") from None
+
+    def drain(self) -> None:
+        """Drop what has not been begun, and wait until nothing is written to any buffer."""
+        with self._lock:
+            for ticket in (*self._urgent, *self._prefetch):
+                self._drop(ticket, CancelledError("the read was cancelled"))
+            self._idle.wait_for(lambda: not self._flying)
 
     def close(self) -> None:
         """Drop what has not been begun, wait for the rest, close the files. Idempotent."""
@@ -238,3 +246,5 @@ class ExpertReader:
                 self._drop(ticket, error)
             elif not ticket._flying and not ticket._blocks:
                 ticket._over.set()
+            if not self._flying:
+                self._idle.notify_all()

@@ -125,6 +125,21 @@ class SlotPool:
             self._keys[slot] = None
             self._free.append(slot)
 
+    def release_all(self) -> None:
+        """End every lease and every loading, once nothing reads or writes a slot any more.
+
+        Also puts right what was left half done where an exception cut a method short.
+        """
+        with self._lock:
+            filled = set(self._slot_of.values())
+            self._loading.clear()
+            self._leases = [0] * len(self)
+            self._keys = [None] * len(self)
+            self._free = [slot for slot in reversed(range(len(self))) if slot not in filled]
+            for key, slot in self._slot_of.items():
+                self._keys[slot] = key
+                self._policy.offer(key)
+
     def _loaded(self, slot: int) -> Key:
         key = self._keys[slot]
         if key is None or self._loading.get(key) != slot:
@@ -175,18 +190,26 @@ class SlotPool:
             _check(slots)
             while len(self._slot_of) > slots:
                 self._slot_of.pop(self._policy.victim())
-            moved = list(self._slot_of.items())
-            self._set_up(slots)
-            for i, piece in enumerate(self.pieces):
-                array, memory = _allocate(piece, slots)
-                old, new = _rows(self._memory[i], piece), _rows(memory, piece)
-                for to, (_, slot) in enumerate(moved):
-                    np.copyto(new[to], old[slot])
-                self.arrays[piece.name], self._memory[i] = array, memory
-            for to, (key, _) in enumerate(moved):
-                self._slot_of[key] = to
-                self._keys[to] = key
-            del self._free[len(self._free) - len(moved) :]
+            residents, self._slot_of = self._slot_of, {}
+            try:
+                for i in range(len(self.pieces)):
+                    self._move(i, slots, residents.values())
+                self._slot_of = {key: slot for slot, key in enumerate(residents)}
+            finally:
+                # Where memory ran out half-way: as many slots as every piece has, all empty.
+                self._set_up(min(map(len, self.arrays.values())))
+                self._keys[: len(self._slot_of)] = self._slot_of
+                del self._free[len(self._free) - len(self._slot_of) :]
+                for key in residents.keys() - self._slot_of.keys():
+                    self._policy.hold(key)
+
+    def _move(self, piece: int, slots: int, kept: Iterable[int]) -> None:
+        """Give one piece ``slots`` slots in a new array; the ``kept`` ones come first."""
+        array, memory = _allocate(self.pieces[piece], slots)
+        old, new = (_rows(m, self.pieces[piece]) for m in (self._memory[piece], memory))
+        for to, slot in enumerate(kept):
+            np.copyto(new[to], old[slot])
+        self.arrays[self.pieces[piece].name], self._memory[piece] = array, memory
 
 
 class Lease:

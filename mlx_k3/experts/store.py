@@ -80,23 +80,46 @@ class ExpertStore:
         self._unused: set[Key] = set()  # read ahead and not asked for yet
         self._holds: dict[int, Lease] = {}  # slot -> lease, of the layer at work
         self._pending: list[tuple[list[Lease], mx.array]] = []
+        self._at_work = False  # between begin and end
 
     def begin(self, layer: int, indices: np.ndarray, weights: np.ndarray) -> None:
         """Before a layer: take note of its routing and of finished reads; free what was used."""
+        if self._at_work:
+            self.reset()
+        self._at_work = True
         if self.on_layer:
             self.on_layer(layer)
         if self.heat:
             self.heat.add(layer, indices)
         if self.trace:
             self._record(layer, indices, weights)
-        # What is held by now is left over from a forward pass that was cut short.
+        self._settle()
+        self.reclaim()
+
+    def end(self) -> None:
+        """After a layer. A layer that was cut short never gets here; then :meth:`reset` follows."""
+        self._at_work = False
+
+    def reset(self) -> None:
+        """Nothing is held, on its way or in use any more; what was read in full stays.
+
+        Puts everything right after an exception at any point, Ctrl-C included.
+        """
+        self._at_work = True  # and so it stays if this, too, is cut short
+        self.reader.drain()
         for load in self._loads.values():
             load.held = False
         self._settle()
-        for lease in self._holds.values():
-            lease.release()
+        while self._pending:
+            mx.eval(self._pending.pop()[1])
+        self._loads.clear()
         self._holds.clear()
-        self.reclaim()
+        self.pool.release_all()
+        self._at_work = False
+
+    def has(self, key: Key) -> bool:
+        """Whether expert ``key`` is in a slot or on its way into one."""
+        return self.pool.find(key) is not None or key in self._loads
 
     def hold(self, key: Key) -> int | None:
         """The slot that has, or will have, expert ``key``; None if no slot can be had yet.
@@ -158,10 +181,15 @@ class ExpertStore:
 
     def release_after(self, slots: Sequence[int], result: mx.array) -> None:
         """Give ``slots`` back once ``result``, which uses them, has been computed."""
-        self._pending.append(([self._holds.pop(slot) for slot in slots], result))
+        self._pending.append(([self._holds[slot] for slot in slots], result))
+        # Under way from here on: so nobody computes it later, from slots that were refilled, and
+        # any thread can wait for it.
+        mx.async_eval(result)
+        for slot in slots:
+            del self._holds[slot]
 
     def reclaim(self) -> None:
-        """Free the slots whose use is over; computes what still has to be computed for that."""
+        """Free the slots in use, by waiting for the end of their use."""
         for leases, result in self._pending:
             mx.eval(result)
             for lease in leases:
@@ -172,17 +200,12 @@ class ExpertStore:
     def prefetch(self, keys: Sequence[Key]) -> None:
         """Start reading experts that may be needed, behind everything that is."""
         for key in keys:
-            known = self.pool.find(key) is not None or key in self._loads
-            if not known and self._start(key, prefetch=True) is None:
+            if not self.has(key) and self._start(key, prefetch=True) is None:
                 return
 
     def resize(self, slots: int) -> None:
         """Another number of slots, at once; keeps as many experts as fit."""
-        self.reclaim()
-        for load in [*self._loads.values()]:
-            load.ticket.cancel()
-            load.ticket.wait_quietly()
-        self._settle()
+        self.reset()
         self.pool.resize(slots)
 
     def close(self) -> None:
