@@ -15,6 +15,7 @@ from .convert import convert
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .plan import plan
 from .trace import trace
 from .verify import verify
 
@@ -54,5 +55,6 @@ app.command()(convert)
 app.command()(doctor)
 app.command()(generate)
 app.command()(inspect)
+app.command()(plan)
 app.command()(trace)
 app.command()(verify)

@@ -7,6 +7,7 @@ and slots for experts with what is left. Knows sizes only; nothing here allocate
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..checkpoint.extents import open_experts
 from ..checkpoint.index import LocalFolder, open_checkpoint
@@ -39,6 +40,7 @@ class MemoryPlan:
     trunk_bytes: int
     state_bytes: int
     cache_bytes: int
+    cache_bytes_per_token: int
     prompt_bytes: int
     scratch_bytes: int
     expanded_bytes: int
@@ -90,6 +92,23 @@ class MemoryPlan:
         return self.slots / self.experts_per_token if self.experts_per_token else math.inf
 
 
+class StoredModel(NamedTuple):
+    """What a plan has to know of a model."""
+
+    config: K3Config
+    trunk: Trunk
+    slot_bytes: int
+    packed_experts: bool
+
+
+def format_at_least(nbytes: int) -> str:
+    """A size to type that is no less than ``nbytes``: 1234567890 -> ``1.24GB``."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if nbytes >= size:
+            return f"{-(-nbytes * 100 // size) / 100:g}{unit}"
+    return str(nbytes)
+
+
 def parse_memory(memory: str | int | None) -> int | None:
     """``"24GB"``, a number of bytes, ``"auto"`` (measured now) or None (unlimited) as bytes.
 
@@ -125,18 +144,33 @@ def plan_folder(
         CheckpointError: the folder is incomplete or damaged.
     """
     budget_bytes = parse_memory(memory)
-    experts = open_experts(folder)
+    model = stored_model(folder)
     return plan_memory(
-        K3Config.from_file(folder),
-        stored_trunk(open_checkpoint(LocalFolder(Path(folder)))),
-        slot_bytes=max(map(experts.expert_bytes, experts.layers), default=0),
-        packed_experts=any(len(experts.pieces(layer)) > 3 for layer in experts.layers),
+        model.config,
+        model.trunk,
+        slot_bytes=model.slot_bytes,
+        packed_experts=model.packed_experts,
         context_tokens=context_tokens,
         budget_bytes=budget_bytes,
         device=machine.device(),
         dtype=dtype,
         machine_bytes=machine.total_memory_bytes(),
         usable_bytes=machine.usable_memory_bytes(),
+    )
+
+
+def stored_model(folder: str | Path) -> StoredModel:
+    """What a converted folder holds, from its headers.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged.
+    """
+    experts = open_experts(folder)
+    return StoredModel(
+        config=K3Config.from_file(folder),
+        trunk=stored_trunk(open_checkpoint(LocalFolder(Path(folder)))),
+        slot_bytes=max(map(experts.expert_bytes, experts.layers), default=0),
+        packed_experts=any(len(experts.pieces(layer)) > 3 for layer in experts.layers),
     )
 
 
@@ -203,6 +237,7 @@ def plan_memory(
         trunk_bytes=sizes.trunk_bytes,
         state_bytes=sizes.state_bytes,
         cache_bytes=sizes.cache_bytes,
+        cache_bytes_per_token=sizes.cache_bytes_per_token,
         prompt_bytes=sizes.prompt_bytes(prompt_tokens),
         scratch_bytes=sizes.scratch_bytes,
         expanded_bytes=expanded_bytes,
@@ -227,13 +262,5 @@ def _refusal(sizes: Sizes, pool_bytes: int, minimum_bytes: int, budget_bytes: in
     return (
         f"a memory budget of {format_bytes(budget_bytes)} is too little for a context of "
         f"{sizes.context_tokens:,} tokens: {sum_of} = {minimum_bytes:,} bytes; give at least "
-        f"{_at_least(minimum_bytes)}, shorten the context, or convert with a smaller --trunk"
+        f"{format_at_least(minimum_bytes)}, shorten the context, or convert with a smaller --trunk"
     )
-
-
-def _at_least(nbytes: int) -> str:
-    """A size to type that is no less than ``nbytes``: 1234567890 -> ``1.24GB``."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        if nbytes >= size:
-            return f"{-(-nbytes * 100 // size) / 100:g}{unit}"
-    return str(nbytes)

@@ -27,9 +27,9 @@ PROCESS_BYTES = 100_000_000
 PROCESS_BYTES_PER_TOKEN = 500
 
 # Expanding a packed weight on a CPU: how many float32 copies exist at the peak, by bits.
-# mlx-lm's widths that are no power of two take another way through MLX.
-_COPIES = {2: 2, 4: 2, 8: 2, 3: 7, 5: 7, 6: 7}
-_COPIES_MX8 = 1
+# Widths that are no power of two take another way through MLX.
+_COPIES = {2: 2, 4: 2, 8: 2}
+_COPIES_ODD, _COPIES_MX8 = 7, 1
 
 _FLOATS = ("F32", "BF16", "F16")
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -106,14 +106,26 @@ class Sizes:
         return len(c.kda_layers) * ((taps - 1) * 3 * H * D * self._width + H * D * D * 4)
 
     @property
-    def cache_bytes(self) -> int:
-        """Latent and shared key of every token of the context, in every MLA layer."""
-        return (self._config.num_hidden_layers - len(self._config.kda_layers)) * self._layer_cache
+    def cache_bytes_per_token(self) -> int:
+        """Latent and shared key, in every MLA layer."""
+        return self._mla_layers * self._latent_bytes
 
     @property
-    def _layer_cache(self) -> int:
-        tokens = -(-self.context_tokens // CACHE_STEP) * CACHE_STEP
-        return tokens * (self._config.kv_lora_rank + self._config.qk_rope_head_dim) * self._width
+    def cache_bytes(self) -> int:
+        """The whole context's cache, which grows in steps."""
+        return self._mla_layers * self._layer_cache_bytes
+
+    @property
+    def _mla_layers(self) -> int:
+        return self._config.num_hidden_layers - len(self._config.kda_layers)
+
+    @property
+    def _latent_bytes(self) -> int:
+        return (self._config.kv_lora_rank + self._config.qk_rope_head_dim) * self._width
+
+    @property
+    def _layer_cache_bytes(self) -> int:
+        return -(-self.context_tokens // CACHE_STEP) * CACHE_STEP * self._latent_bytes
 
     def prompt_bytes(self, tokens: int) -> int:
         """What ``tokens`` of a prompt take that go through the layers together.
@@ -139,26 +151,33 @@ class Sizes:
     @property
     def scratch_bytes(self) -> int:
         """The most that one step of a forward pass, or of loading, needs for the moment."""
-        return max(self._load_bytes, self._mla(), self._kda(), self._mlp(), self._moe())
+        most = max(self._load_bytes, self._mla(), self._kda(), self._mlp(), self._moe())
+        # On a CPU the C library's heap keeps about half of what KDA's many small arrays took.
+        return most + self._kda_arrays() // 2 if self._cpu else most
 
     def _mla(self) -> int:
+        """Keys and values of the context, some copies of the queries, and scores, for a block."""
         c, T, S = self._config, self.block_tokens, self.context_tokens
-        if len(c.kda_layers) == c.num_hidden_layers:
+        if not self._mla_layers:
             return 0
-        H, q_dim = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim
-        keys = S * (c.qk_nope_head_dim + c.v_head_dim)
-        numbers = H * (keys + 3 * T * q_dim + 2 * T * S)
-        return numbers * self._width + self._layer_cache + self._expand("g_proj", "q_b_proj")
+        q_dim, kv_dim = c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_nope_head_dim + c.v_head_dim
+        numbers = c.num_attention_heads * (S * kv_dim + 3 * T * q_dim + 2 * T * S)
+        growth = self._layer_cache_bytes
+        return numbers * self._width + growth + self._expand("g_proj", "q_b_proj", "o_proj")
 
     def _kda(self) -> int:
+        c, T = self._config, self.block_tokens
+        inputs = 3 * T * c.kda_num_heads * c.kda_head_dim * self._width
+        working = self._kda_arrays() + self._expand("g_proj", "o_proj")
+        return max(working, inputs + self._expand("qkv_proj")) if c.kda_layers else 0
+
+    def _kda_arrays(self) -> int:
+        """Queries, keys, values and gates of a block, and the chunks' temporaries; in float32."""
         c, T = self._config, self.block_tokens
         if not c.kda_layers:
             return 0
         width = c.kda_num_heads * c.kda_head_dim
-        chunks = min(T * KDA_CHUNK * width, KDA_SCRATCH_BYTES) * 6 // 5
-        inputs = T * 3 * width * 4
-        working = 6 * inputs + chunks + self._expand("o_proj", "g_proj")
-        return max(working, inputs + self._expand("qkv_proj"))
+        return 6 * 3 * T * width * 4 + min(T * KDA_CHUNK * width, KDA_SCRATCH_BYTES) * 6 // 5
 
     def _mlp(self) -> int:
         c, T = self._config, self.block_tokens
@@ -176,6 +195,7 @@ class Sizes:
         return 4 * pairs * widest * self._width + matrix
 
     def _expand(self, *kinds: str) -> int:
+        """At the peak of expanding the largest of these weights; only a CPU does that."""
         return max(self._expanded.get(kind, 0) for kind in kinds)
 
     def least_bytes(self, pool_bytes: int) -> int:
@@ -224,12 +244,13 @@ def _expanded(config: K3Config, trunk: Trunk) -> dict[str, int]:
     tensors = [t for i in range(config.num_hidden_layers) for t in layer_tensors(config, i)]
     for tensor in (*tensors, *stem_tensors(config)):
         scales = trunk.get(f"{tensor.module}.scales")
-        if tensor.role != "linear" or scales is None:
+        if tensor.role != "linear" or scales is None or tensor.name not in trunk:
             continue
-        words = trunk[tensor.name][1][-1]
-        bits = words * 32 // tensor.shape[-1]
-        mx8 = scales[0] == "U8" and bits == 8
-        nbytes = (_COPIES_MX8 if mx8 else _COPIES[bits]) * math.prod(tensor.shape) * 4
+        bits = trunk[tensor.name][1][-1] * 32 // tensor.shape[-1]
+        copies = _COPIES.get(bits, _COPIES_ODD)
+        if bits == 8 and scales[0] == "U8":
+            copies = _COPIES_MX8
+        nbytes = copies * math.prod(tensor.shape) * 4
         kind = tensor.kind
         if kind == "q_proj" and f"{tensor.module.removesuffix('q_proj')}k_proj.scales" in trunk:
             kind, nbytes = "qkv_proj", 3 * nbytes  # joined when loaded
