@@ -12,10 +12,13 @@ import typer
 from ..config import K3Config
 from ..errors import CheckpointError, K3Error
 from ..units import format_bytes
-from .terminal import AnswerPrinter, note
+from . import loading
+from .figures import dropped, footer, since_loading
+from .terminal import AnswerPrinter, PromptBar, note
 
 if TYPE_CHECKING:
-    from ..chat.session import Session
+    from ..chat.session import Reply, Session
+    from ..experts.offload import Offload
 
 HELP = """\
 /help           this list
@@ -29,13 +32,7 @@ Enter sends, Alt-Enter (or Esc, Enter) begins a new line, Ctrl-C stops an answer
 
 
 def chat(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A folder that mlx-k3 convert wrote. Without: the very small model that travels "
-            "with mlx-k3, to try the program."
-        ),
-    ] = None,
+    model: loading.ModelArgument = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Stop an answer after this many tokens.")] = 4096,
     temp: Annotated[
@@ -53,6 +50,13 @@ def chat(
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="Answer at once, without thinking before.")
     ] = False,
+    memory: loading.MemoryOption = None,
+    context: loading.ContextOption = None,
+    policy: loading.PolicyOption = None,
+    no_prefetch: loading.NoPrefetchOption = False,
+    active_experts: loading.ActiveExpertsOption = None,
+    drop_missed: loading.DropMissedOption = None,
+    trace: loading.TraceOption = None,
 ) -> None:
     """Talk with a model.
 
@@ -65,15 +69,14 @@ def chat(
 
         mlx-k3 chat ~/kimi-k3-mlx --system "Answer in one sentence." --no-thinking
 
+        mlx-k3 chat ~/kimi-k3-mlx --memory 96GB --context 32k
+
         echo "What is a delta rule?" | mlx-k3 chat ~/kimi-k3-mlx
     """
-    if model is None:
-        from .. import nano
-
-        note("no MODEL given: this is the bundled nano model, see mlx-k3 chat --help")
-        model = nano.converted()
-    K3Config.from_file(model)
-    recommended = _recommended(model)
+    how = loading.Loading(memory, context, policy, no_prefetch, active_experts, drop_missed, trace)
+    folder = loading.model_folder(model)
+    K3Config.from_file(folder)
+    recommended = _recommended(folder)
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temp": recommended["temperature"] if temp is None else temp,
@@ -83,22 +86,22 @@ def chat(
     import mlx.core as mx
 
     from ..chat.session import Sampling, Session
-    from ..loader import load
 
     Sampling(**sampling)  # Refuses bad values now: loading may take minutes.
-    network, tokenizer = load(model)
-    if tokenizer is None:
-        raise CheckpointError(
-            f"{model} has no tokenizer; mlx-k3 generate --ids continues token ids"
-        )
-    if seed is not None:
-        mx.random.seed(seed)
-    session = Session(network, tokenizer, system=system, thinking=not no_thinking)
-    interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    if interactive:
-        # One Ctrl-C too many, after an answer has stopped, must not end the conversation.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Conversation(session, sampling, interactive).run(_typed() if interactive else _piped())
+    with loading.open_model(folder, how) as (network, tokenizer):
+        if tokenizer is None:
+            raise CheckpointError(
+                f"{folder} has no tokenizer; mlx-k3 generate --ids continues token ids"
+            )
+        if seed is not None:
+            mx.random.seed(seed)
+        session = Session(network, tokenizer, system=system, thinking=not no_thinking)
+        interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        if interactive:
+            # One Ctrl-C too many, after an answer has stopped, must not end the conversation.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        conversation = Conversation(session, sampling, interactive, network.offload)
+        conversation.run(_typed() if interactive else _piped())
 
 
 def _recommended(model: Path) -> dict[str, float]:
@@ -169,8 +172,15 @@ class StopRequest:
 class Conversation:
     """What is typed, to the session; what comes back, to the terminal."""
 
-    def __init__(self, session: "Session", sampling: dict[str, Any], interactive: bool):
-        self._session = session
+    def __init__(
+        self,
+        session: "Session",
+        sampling: dict[str, Any],
+        interactive: bool,
+        offload: "Offload | None" = None,
+    ):
+        self._session, self._offload = session, offload
+        self._at_loading = offload and offload.usage()
         self._sampling = sampling
         self._interactive = interactive
         self._commands: dict[str, Callable[[str], None]] = {
@@ -206,14 +216,15 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         printer = AnswerPrinter()
-        with StopRequest() as stop:
+        with StopRequest() as stop, PromptBar() as bar:
 
-            def between_chunks_of_prompt(done: int, total: int) -> None:
+            def reading_the_prompt(done: int, total: int) -> None:
                 if stop.made:
                     raise KeyboardInterrupt
+                bar.update(done, total)
 
             turn = self._session.turn(
-                text, prompt_progress_callback=between_chunks_of_prompt, **self._sampling
+                text, prompt_progress_callback=reading_the_prompt, **self._sampling
             )
             try:
                 for chunk in turn:
@@ -222,14 +233,22 @@ class Conversation:
                         turn.close()
             except KeyboardInterrupt:
                 stop.made = True
-        printer.end()
+            finally:
+                printer.end()
         if stop.made and not self._interactive:
             raise KeyboardInterrupt
         if stop.made:
             note("stopped")
-        elif self._session.reply and self._session.reply.finish_reason == "length":
-            what = "answer" if printer.wrote_text else "thinking"
+        elif self._session.reply:
+            self._remark(self._session.reply, printer.wrote_text)
+
+    def _remark(self, reply: "Reply", has_text: bool) -> None:
+        if reply.finish_reason == "length":
+            what = "answer" if has_text else "thinking"
             note(f"the {what} was cut at {self._sampling['max_tokens']} tokens (--max-tokens)")
+        show = footer if self._interactive else dropped
+        if remark := show(reply, self._offload):
+            note(remark)
 
     def _save(self, file: str) -> None:
         path = _named(file, "/save")
@@ -259,6 +278,9 @@ class Conversation:
                 f"answer {reply.generation_tps:.1f} tokens/s, "
                 f"peak memory {format_bytes(reply.peak_memory_bytes)}"
             )
+        if self._offload is not None:
+            usage = self._offload.usage() - self._at_loading
+            print("\n".join(since_loading(self._offload, usage)))
 
 
 def _named(file: str, command: str) -> Path:

@@ -2,21 +2,24 @@
 
 import json
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import K3Config
 from ..errors import K3Error
-from .terminal import AnswerPrinter, note
+from . import loading
+from .figures import dropped, experts_data, footer
+from .terminal import AnswerPrinter, PromptBar, note
 
 if TYPE_CHECKING:
-    from ..chat.generation import Reply
+    from ..chat.generation import Chunk, Reply
+    from ..experts.offload import Offload
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="A folder that mlx-k3 convert wrote.")],
+    model: loading.ModelArgument = None,
     prompt: Annotated[
         str | None, typer.Option(help="What to answer; - reads it from standard input.")
     ] = None,
@@ -39,6 +42,13 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the answer and what it cost as one JSON object.")
     ] = False,
+    memory: loading.MemoryOption = None,
+    context: loading.ContextOption = None,
+    policy: loading.PolicyOption = None,
+    no_prefetch: loading.NoPrefetchOption = False,
+    active_experts: loading.ActiveExpertsOption = None,
+    drop_missed: loading.DropMissedOption = None,
+    trace: loading.TraceOption = None,
 ) -> None:
     """Answer a prompt.
 
@@ -54,44 +64,63 @@ def generate(
         mlx-k3 generate ~/kimi-k3-mlx --raw --prompt "Once upon a time" --temp 0.8 --seed 1
 
         mlx-k3 generate ~/kimi-k3-mlx --ids 1,2,3 --max-tokens 8 --json
+
+        mlx-k3 generate ~/kimi-k3-mlx --memory 96GB --context 32k --prompt - < report.txt
     """
     given = _read_prompt(prompt, ids, system, no_thinking, raw)
-    config = K3Config.from_file(model)
+    how = loading.Loading(memory, context, policy, no_prefetch, active_experts, drop_missed, trace)
+    folder = loading.model_folder(model)
+    config = K3Config.from_file(folder)
     if isinstance(given, list):
         _check_ids(given, config.vocab_size)
 
     from ..chat.generation import IdsOnly, Sampling, stream_generate
-    from ..loader import load
 
     Sampling(max_tokens, temp, top_p)  # Refuses bad values now: loading may take minutes.
-    network, tokenizer = load(model)
-    has_text = tokenizer is not None
-    chunks = stream_generate(
-        network,
-        tokenizer if has_text else IdsOnly(config.eos_token_ids),
-        given,
-        system=system,
-        max_tokens=max_tokens,
-        temp=temp,
-        top_p=top_p,
-        seed=seed,
-        raw=raw,
-        thinking=not no_thinking,
-    )
+    with loading.open_model(folder, how) as (network, tokenizer), PromptBar() as bar:
+        chunks = stream_generate(
+            network,
+            IdsOnly(config.eos_token_ids) if tokenizer is None else tokenizer,
+            given,
+            system=system,
+            max_tokens=max_tokens,
+            temp=temp,
+            top_p=top_p,
+            seed=seed,
+            raw=raw,
+            thinking=not no_thinking,
+            prompt_progress_callback=bar.update,
+        )
+        reply = _show(chunks, quiet=as_json)
+        _tell(reply, tokenizer is not None, network.offload, as_json)
+
+
+def _show(chunks: Iterator["Chunk"], *, quiet: bool) -> "Reply":
+    """Print an answer as it comes, unless ``quiet``; returns the whole of it."""
     printer = AnswerPrinter()
-    for chunk in chunks:
-        reply = chunk.reply
-        if not as_json:
-            printer.show(chunk)
-    assert reply is not None  # the last chunk has it
+    try:
+        for chunk in chunks:
+            if not quiet:
+                printer.show(chunk)
+    finally:
+        if not quiet:
+            printer.end()
+    assert chunk.reply is not None  # the last chunk has it
+    return chunk.reply
+
+
+def _tell(reply: "Reply", has_text: bool, offload: "Offload | None", as_json: bool) -> None:
+    """What there is to say when an answer is over."""
     if as_json:
-        print(json.dumps(_report(reply, has_text), ensure_ascii=False))
+        data = _report(reply, has_text) | {"experts": experts_data(reply, offload)}
+        print(json.dumps(data, ensure_ascii=False))
         return
-    printer.end()
     if not has_text:
         print(",".join(map(str, reply.ids)))
     elif reply.finish_reason == "length" and not reply.text:
         note(f"still thinking after {len(reply.ids)} tokens; raise --max-tokens")
+    if remark := footer(reply, offload) if sys.stderr.isatty() else dropped(reply, offload):
+        note(remark)
 
 
 def _read_prompt(

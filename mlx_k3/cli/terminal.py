@@ -1,12 +1,20 @@
 """How an answer appears: the thinking dimmed, the answer plain, and nothing but text.
 
-Knows chunks of an answer by their ``text`` and ``reasoning`` only; imports no mlx.
+Also what appears beside it: notes, and a bar for a long prompt. Knows chunks of an answer by
+their ``text`` and ``reasoning`` only; imports no mlx.
 """
 
 import sys
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+# A prompt that takes longer than this gets a bar.
+BAR_AFTER_SECONDS = 2.0
 
 # A model may write escape sequences; a terminal would obey them.
 _UNPRINTABLE = {
@@ -51,6 +59,63 @@ class AnswerPrinter:
         if self._console.is_terminal or self.wrote_text:
             sys.stdout.write("\n")
         sys.stdout.flush()
+
+
+class PromptBar:
+    """How far a long prompt has been read and how long it will take, on stderr if a terminal.
+
+    >>> with PromptBar() as bar:
+    ...     stream_generate(model, tokenizer, prompt, prompt_progress_callback=bar.update)
+    """
+
+    def __init__(self) -> None:
+        self._begin: float | None = None
+        self._progress: Progress | None = None
+
+    def update(self, done: int, total: int) -> None:
+        """``done`` of ``total`` tokens are read."""
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = now
+        if done >= total:
+            self.close()
+        elif self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=done)
+        elif sys.stderr.isatty() and now - self._begin > BAR_AFTER_SECONDS:
+            self._progress = _bar()
+            self._progress.add_task("reading the prompt", total=total, completed=done)
+            self._progress.start()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> "PromptBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _bar() -> "Progress":
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens, time left"),
+        # Layers of experts come seconds apart: the usual half minute is too short a memory.
+        TimeLeft(),
+        speed_estimate_period=300,
+        console=Console(file=sys.stderr),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
 
 def note(text: str) -> None:
