@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_k3.checkpoint.extents import Extent, Piece, merge
-from mlx_k3.experts.disk import ALIGNMENT, BLOCK_BYTES, Block, cut
+from mlx_k3.experts.disk import ALIGNMENT, BLOCK_BYTES, Block, Disk, cut
 from mlx_k3.experts.policy import LRU
 from mlx_k3.experts.reader import ExpertReader
 from mlx_k3.experts.slots import SlotPool
@@ -100,9 +100,9 @@ def measure(form: str, args: argparse.Namespace) -> dict:
         rates: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(args.rounds):
             # Neighbours in time are compared, so that what else the machine does hits all alike.
-            for way, run in ways.items():
+            for way in random.sample(list(ways), len(ways)):
                 forget(path)
-                rates[way].append(run())
+                rates[way].append(ways[way]())
     medians = {
         way: statistics.median(rates[way]) if way in rates else None
         for way in ("reader", "layer", "bare", "fio")
@@ -188,7 +188,7 @@ def by_bare_threads(
         for run in merge(extents[expert])
         for block in cut(run.path, run.offset, [buffers[piece] for piece in run.pieces])
     ]
-    fd = os.open(blocks[0].path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    fd = Disk().open(blocks[0].path, direct)
 
     def work(first: int) -> None:
         at = first * room
