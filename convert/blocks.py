@@ -10,6 +10,7 @@ from itertools import cycle, repeat
 
 import numpy as np
 
+from ..checkpoint.direct import aligned_buffer
 from ..checkpoint.names import MlxTensor, ReleaseTensor
 from ..checkpoint.reader import NUMPY_DTYPES, TensorFile, TensorInfo
 from ..checkpoint.writer import IN_FLIGHT, tensor_bytes
@@ -31,7 +32,7 @@ class Blocks:
         self._nope = plan.config.qk_nope_head_dim
         self._files = files
         # The writer may hold IN_FLIGHT blocks while one more is filled.
-        self._buffers = cycle([_buffer(BLOCK_BYTES) for _ in range(IN_FLIGHT + 1)])
+        self._buffers = cycle([aligned_buffer(BLOCK_BYTES) for _ in range(IN_FLIGHT + 1)])
 
     def dtype(self, tensor: MlxTensor) -> str:
         """The dtype of the tensor's sources, as safetensors spells it."""
@@ -51,7 +52,7 @@ class Blocks:
             yield self._half_of_kv_b(tensor).reshape(-1, width)
             return
         row_bytes = width * dtype.itemsize
-        buffer = _buffer(max(ROWS_BYTES // row_bytes, 1) * row_bytes)
+        buffer = aligned_buffer(max(ROWS_BYTES // row_bytes, 1) * row_bytes)
         for block in self._joined(tensor, repeat(buffer)):
             yield np.frombuffer(block, dtype).reshape(-1, width)
 
@@ -108,8 +109,3 @@ def open_blocks(source: Source, plan: Plan, output: Output) -> Iterator[Blocks]:
 def as_bytes(array: np.ndarray) -> memoryview:
     """The bytes of ``array`` in C order."""
     return memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B")
-
-
-def _buffer(nbytes: int) -> memoryview:
-    # numpy leaves fresh memory untouched: a large buffer costs nothing until it is used.
-    return memoryview(np.empty(nbytes, np.uint8))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError
+from .direct import DirectReader
 
 # bfloat16 has no numpy dtype: its bits travel as uint16.
 NUMPY_DTYPES = {
@@ -38,6 +39,8 @@ NUMPY_DTYPES = {
 }
 # The limit of the safetensors library itself; a larger claim is a damaged file.
 MAX_HEADER_BYTES = 100_000_000
+# Reads from this size on go past the page cache.
+_DIRECT_BYTES = 2**20
 # One system call never asks for more: macOS refuses 2^31 bytes and Linux returns short.
 MAX_READ_BYTES = 2**30
 
@@ -163,6 +166,7 @@ class TensorFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._direct: DirectReader | None = None
         try:
             self.fd = os.open(self.path, os.O_RDONLY)
         except OSError as e:
@@ -184,6 +188,9 @@ class TensorFile:
             CheckpointError: if the file ends first.
         """
         done = 0
+        if len(buffer) >= _DIRECT_BYTES:
+            self._direct = self._direct or DirectReader(self.path)
+            done = self._direct.read_into(buffer, offset)
         while done < len(buffer):
             n = os.preadv(self.fd, [buffer[done : done + MAX_READ_BYTES]], offset + done)
             if not n:
@@ -205,6 +212,9 @@ class TensorFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if self._direct:
+            self._direct.close()
+            self._direct = None
 
     def __enter__(self) -> "TensorFile":
         return self

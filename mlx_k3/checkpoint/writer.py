@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from .direct import DirectWriter
 from .reader import NUMPY_DTYPES, TensorInfo
 
 # Data begin on a page of Apple silicon, so that aligned tensors can be read without the cache.
@@ -91,10 +92,11 @@ def write_file(
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         with ThreadPoolExecutor(1) as hasher, ThreadPoolExecutor(1) as writer:
+            file = DirectWriter(fd)
             pending: deque[tuple[Future, Future]] = deque()
             for block in blocks:
                 pending.append(
-                    (hasher.submit(digest.update, block), writer.submit(_put, fd, block))
+                    (hasher.submit(digest.update, block), writer.submit(file.write, block))
                 )
                 progress(len(block))
                 if len(pending) == IN_FLIGHT + 1:
@@ -125,9 +127,3 @@ def sync_folder(folder: Path) -> None:
 def _wait(futures: tuple[Future, Future]) -> None:
     for future in futures:
         future.result()
-
-
-def _put(fd: int, block: memoryview | bytes) -> None:
-    view = memoryview(block)
-    while view:
-        view = view[os.write(fd, view[: 2**30]) :]
