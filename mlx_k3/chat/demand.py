@@ -58,7 +58,8 @@ class _LayerProgress:
         tokens = min(self._step, max(left - 1, 1))
         part = min(self._layer, self._layers) / self._layers
         self._layer += 1
-        self._callback(self._done + int(tokens * part), self._total)
+        # The whole is mlx-lm's to report, once the answer's first token is known.
+        self._callback(min(self._done + int(tokens * part), self._total - 1), self._total)
 
 
 class Meter:

@@ -186,7 +186,7 @@ def open_model(folder: Path, loading: Loading) -> Iterator[tuple[Any, Any]]:
             yield model, tokenizer
             return
         try:
-            with _warm(folder, config, model.offload):
+            with _warm(folder, config, model.offload, ahead=not loading.no_prefetch):
                 yield model, tokenizer
         finally:
             model.offload.close()
@@ -235,13 +235,16 @@ def _summary(plan: "MemoryPlan") -> str:
 
 
 @contextmanager
-def _warm(folder: Path, config: K3Config, offload: Any) -> Iterator[None]:
+def _warm(folder: Path, config: K3Config, offload: Any, *, ahead: bool) -> Iterator[None]:
+    """Read ``ahead`` what was used most before; remember it, unless there is an error."""
     from ..experts.heat import Heat, heat_file
 
     file = heat_file(nano.cache_folder(), folder)
     layers = config.moe_layers
     heat = Heat.load(file, layers, [config.expert_counts[layer] for layer in layers])
-    offload.warm_up(heat)
+    offload.store.heat = heat
+    if ahead:
+        offload.warm_up()
     yield
     try:
         heat.save(file)

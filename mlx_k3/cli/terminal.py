@@ -120,4 +120,5 @@ def _bar() -> "Progress":
 
 def note(text: str) -> None:
     """A remark beside the answer, on stderr."""
-    Console(file=sys.stderr, highlight=False, markup=False).print(text, style="dim")
+    console = Console(file=sys.stderr, highlight=False, markup=False)
+    console.print(text, style="dim", soft_wrap=True)

@@ -12,7 +12,6 @@ from ..config import K3Config
 from ..errors import UnsupportedError
 from ..models.bank import Experts
 from .bank import OffloadedBank
-from .heat import Heat
 from .lossy import Levers
 from .policy import POLICIES
 from .reader import ExpertReader
@@ -88,10 +87,9 @@ class Offload:
             dropped_pairs=levers.dropped_pairs,
         )
 
-    def warm_up(self, heat: Heat) -> None:
-        """Count uses in ``heat``, and start reading what it says is used most, behind all else."""
-        self.store.heat = heat
-        hottest = heat.hottest(int(self.slots * WARM_SHARE))
+    def warm_up(self) -> None:
+        """Start reading what the store's heat says is used most, behind all else."""
+        hottest = self.store.heat.hottest(int(self.slots * WARM_SHARE))
         # The hottest last: an LRU pool then keeps it longest.
         self.store.prefetch(hottest[::-1])
 
