@@ -46,6 +46,8 @@ class MemoryPlan:
     expanded_bytes: int
     """Float copies of packed experts, on a CPU, where all experts are in memory; else 0."""
 
+    resident: bool
+    """Whether all experts are loaded as part of the model; else they are read on demand."""
     slot_bytes: int
     slots: int
     experts: int
@@ -61,11 +63,6 @@ class MemoryPlan:
     def pool_bytes(self) -> int:
         """Memory of all slots."""
         return self.slots * self.slot_bytes
-
-    @property
-    def resident(self) -> bool:
-        """Whether all experts are in memory."""
-        return self.slots == self.experts
 
     @property
     def total_bytes(self) -> int:
@@ -207,8 +204,9 @@ def plan_memory(
     sizes = Sizes(config, trunk, context_tokens, device, dtype)
     experts, k = sum(config.expert_counts), config.num_experts_per_token
     layer_slots = min(k, experts)
+    resident_slot_bytes = slot_bytes if packed_experts else sizes.resident_expert_bytes(slot_bytes)
     minimum_bytes = sizes.least_bytes(layer_slots * slot_bytes)
-    resident_bytes = sizes.least_bytes(experts * slot_bytes)
+    resident_bytes = sizes.least_bytes(experts * resident_slot_bytes)
     if budget_bytes is not None and budget_bytes < minimum_bytes:
         raise BudgetError(_refusal(sizes, layer_slots * slot_bytes, minimum_bytes, budget_bytes))
 
@@ -216,10 +214,13 @@ def plan_memory(
     if budget_bytes is not None and usable_bytes is not None:
         spend_bytes = min(budget_bytes, max(usable_bytes, minimum_bytes))
     prompt_tokens, slots, expanded_bytes = sizes.block_tokens, experts, 0
-    if spend_bytes is not None and spend_bytes < resident_bytes:
+    resident = spend_bytes is None or spend_bytes >= resident_bytes
+    if not resident:
         extra_bytes = int((spend_bytes - minimum_bytes) * PROMPT_SHARE)
         prompt_tokens += sizes.more_tokens(extra_bytes)
         slots = (spend_bytes - sizes.fixed_bytes(prompt_tokens)) // slot_bytes
+        # Where float experts are wider in memory than in slots, slots for all may fit earlier.
+        slots = min(slots, experts)
     elif device == "cpu" and packed_experts and machine_bytes is not None:
         wanted = experts * 3 * config.expert_dim * config.moe_intermediate_size * 4
         limit = int(machine_bytes * EXPANDED_SHARE)
@@ -241,8 +242,9 @@ def plan_memory(
         prompt_bytes=sizes.prompt_bytes(prompt_tokens),
         scratch_bytes=sizes.scratch_bytes,
         expanded_bytes=expanded_bytes,
-        slot_bytes=slot_bytes,
+        slot_bytes=resident_slot_bytes if resident else slot_bytes,
         slots=slots,
+        resident=resident,
         experts=experts,
         experts_per_token=k * len(config.moe_layers),
         minimum_bytes=minimum_bytes,

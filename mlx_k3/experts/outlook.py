@@ -123,7 +123,6 @@ def _entry(
         "pool_bytes": plan.pool_bytes,
         "total_bytes": plan.total_bytes,
         "left_free_bytes": plan.left_free_bytes,
-        "resident": plan.resident,
         "working_sets": plan.working_sets if plan.experts else None,
         "beyond_default_limit": plan.total_bytes > memory.usable_bytes,
         "pruned_experts": experts_that_fit(config, plan),

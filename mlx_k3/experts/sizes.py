@@ -88,6 +88,7 @@ class Sizes:
         self.block_tokens = min(self.context_tokens, BLOCK_TOKENS)
         if dtype is None and self._cpu:
             dtype = "float32"  # a CPU has no bfloat16 arithmetic
+        self._recast = dtype
         self._width = _WIDTHS[dtype] if dtype else _activation_width(trunk)
         loaded = {name: loaded_bytes(config, name, *trunk[name], dtype) for name in trunk}
         self.trunk_bytes = sum(loaded.values())
@@ -197,6 +198,13 @@ class Sizes:
     def _expand(self, *kinds: str) -> int:
         """At the peak of expanding the largest of these weights; only a CPU does that."""
         return max(self._expanded.get(kind, 0) for kind in kinds)
+
+    def resident_expert_bytes(self, stored_bytes: int) -> int:
+        """An unpacked expert as part of the model: recast as other floats are."""
+        if self._recast is None:
+            return stored_bytes
+        c = self._config
+        return 3 * c.expert_dim * c.moe_intermediate_size * _WIDTHS[self._recast]
 
     def least_bytes(self, pool_bytes: int) -> int:
         """What a pool of ``pool_bytes`` needs in all."""
