@@ -28,6 +28,7 @@ import numpy as np
 from mlx_k3.checkpoint.extents import ExpertExtents, merge, open_experts
 from mlx_k3.experts.disk import ALIGNMENT
 from mlx_k3.loader import assemble
+from mlx_k3.version import __version__
 
 THREADS = 8
 
@@ -44,12 +45,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     experts = open_experts(args.model)
-    figures = {"bare_reader_gbs": bare_reader(experts)}
-    print(f"bare reader: {figures['bare_reader_gbs']:.2f} GB/s", flush=True)
+    figures, rates = {}, []
     for prefetch in (True, False):
         name = "prefetch" if prefetch else "no prefetch"
+        # Before and after each run: a disk's speed drifts.
+        rates.append(bare_reader(experts))
         figures[name] = offloaded(args, prefetch)
-        print(name, json.dumps(figures[name]), flush=True)
+        rates.append(bare_reader(experts))
+        print(name, json.dumps(figures[name]), f"bare reader {rates[-2:]} GB/s", flush=True)
+    figures["bare_reader_gbs"] = rates
     if not args.no_resident:
         figures["resident"] = resident(args)
         print("resident", json.dumps(figures["resident"]), flush=True)
@@ -167,10 +171,11 @@ def drop_caches() -> None:
 
 
 def report(figures: dict, args: argparse.Namespace) -> None:
-    rate = figures["bare_reader_gbs"] * 1e9
+    rate = median(figures["bare_reader_gbs"]) * 1e9
     floor = figures.get("resident")
-    versions = ", ".join(f"{n} {version(n)}" for n in ("mlx-k3", "mlx", "mlx-lm"))
-    print(f"\n{mx.default_device()}, {os.cpu_count()} cores; {versions}; {args.slots} slots\n")
+    versions = f"mlx-k3 {__version__}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
+    print(f"\n{mx.default_device()}, {os.cpu_count()} cores; {versions}; {args.slots} slots")
+    print("bare reader: " + ", ".join(f"{r:.2f}" for r in figures["bare_reader_gbs"]), "GB/s\n")
     print("| what | time | read | read floor | arithmetic floor | over the higher floor |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name in ("prefetch", "no prefetch"):
