@@ -1,6 +1,7 @@
 """The command line's frame: help, exit codes, errors as one line."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -43,9 +44,11 @@ def test_without_a_command_the_help_is_shown() -> None:
 
 
 def test_help_is_quick() -> None:
-    start = time.perf_counter()
+    """In seconds of the processor, whatever else the machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run("--help").returncode == 0
-    assert time.perf_counter() - start < 2.5
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
 
 
 @pytest.mark.parametrize(
@@ -120,11 +123,18 @@ def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_exits_with_130() -> None:
     """Interrupted while it waits for the prompt on standard input."""
-    command = [sys.executable, "-m", "mlx_k3", "generate", ".", "--prompt", "-"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(2)
+    code = "from mlx_k3.cli import main; print('ready', flush=True); main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", ".", "--prompt", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
-    _, shown = process.communicate(timeout=20)
+    _, shown = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in shown
 
