@@ -20,7 +20,7 @@ from .source import Source
 
 BLOCK_BYTES = 8 * 2**20
 # Rows that are quantized at once: enough to keep a device busy, little enough for any memory.
-ROWS_BYTES = 32 * 2**20
+ROWS_BYTES = 16 * 2**20
 
 
 class Blocks:

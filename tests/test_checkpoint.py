@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from mlx_k3.checkpoint.direct import aligned_buffer
 from mlx_k3.checkpoint.index import INDEX, LocalFolder, open_checkpoint
 from mlx_k3.checkpoint.reader import TensorFile, parse_header, read_header
 from mlx_k3.checkpoint.writer import ALIGNMENT, IN_FLIGHT, Layout, by_alignment, write_file
@@ -157,6 +158,44 @@ def test_a_failing_producer_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="no more"):
         write_file(tmp_path / "file", blocks())
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_reading_past_the_cache_gives_the_same_bytes(tmp_path, monkeypatch, possible):
+    """At any offset and length, to the end of the file and where direct access is refused."""
+    if not possible:
+        monkeypatch.setattr("mlx_k3.checkpoint.direct.set_direct", lambda fd, on: False)
+    data = np.random.default_rng(0).integers(0, 256, 20_000_001, np.uint8).tobytes()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(shard({"a": entry(shape=(len(data),), offsets=(0, len(data)))}, data))
+    with TensorFile(path) as file:
+        start = file.header.data_start
+        for offset, nbytes in (
+            (0, len(data)),
+            (1, 2**20),
+            (4095, 9_000_000),
+            (12_000_001, 8 * 10**6),
+        ):
+            buffer = bytearray(nbytes)
+            file.read_into(memoryview(buffer), start + offset)
+            assert buffer == data[offset : offset + nbytes]
+        with pytest.raises(CheckpointError, match="ends 7 bytes early"):
+            file.read_into(memoryview(bytearray(2**20 + 7)), start + len(data) - 2**20)
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_writing_past_the_cache_where_it_can(tmp_path, monkeypatch, possible):
+    """Aligned blocks, odd ones, and aligned ones at an odd place, in every order."""
+    if not possible:
+        monkeypatch.setattr("mlx_k3.checkpoint.direct.set_direct", lambda fd, on: False)
+    rng = np.random.default_rng(0)
+    blocks = []
+    for nbytes in (16384, 2**20, 5, 2**20, 4091, 2**20, 3 * 2**20, 777):
+        block = aligned_buffer(nbytes)
+        block[:] = rng.integers(0, 256, nbytes, np.uint8).tobytes()
+        blocks.append(block)
+    write_file(tmp_path / "file", blocks)
+    assert (tmp_path / "file").read_bytes() == b"".join(blocks)
 
 
 INDEX_FAULTS = {

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -508,7 +509,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
 @pytest.mark.parametrize("trunk", ["bf16", "q8"])
 def test_memory_does_not_grow_with_the_model(golden, tmp_path, trunk):
-    """390 MB of experts and a 130 MB embedding pass through; a few blocks are held."""
+    """390 MB of experts and 260 MB of embedding and head pass through; a few blocks are held."""
     folder = random_release(
         tmp_path / "in",
         golden / "tiny-text",
@@ -524,7 +525,9 @@ def test_memory_does_not_grow_with_the_model(golden, tmp_path, trunk):
         text=True,
         check=True,
     )
-    assert int(result.stdout) * 1024 < 400e6
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)  # pytest would keep a gigabyte for days
+    assert int(result.stdout) * 1024 < 300e6
 
 
 def test_a_conversion_can_be_inspected_before_it_runs(golden, tmp_path):
