@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from mlx_k3 import nano
 from mlx_k3.cli import app
+from mlx_k3.cli.doctor import _expert_reads
 
 
 def has_openblas() -> bool:
@@ -41,6 +42,7 @@ def test_all_is_well() -> None:
     assert report["self_check_error"] <= 1e-4
     assert report["device"] in ("CPU", "Metal", "CUDA")
     assert report["memory_bytes"] > 2**30 and report["free_bytes"] > 0 and report["gflops"] > 0
+    assert report["expert_reads"] in ("direct", "buffered")
 
 
 def test_for_people() -> None:
@@ -54,10 +56,17 @@ def test_for_people() -> None:
         "device",
         "BLAS",
         "disk",
+        "expert reads",
         "kernels",
         "self check",
     ):
         assert names.count(name) == 1
+
+
+def test_expert_reads_are_what_the_probe_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_k3.experts.disk._direct_works", lambda *_: False)
+    fact = _expert_reads()
+    assert fact.data == {"expert_reads": "buffered"} and fact.text.startswith("buffered, ")
 
 
 def test_a_wrong_logit_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,21 @@ def _disk() -> Fact:
     return Fact("disk", text, {"hub_cache": str(cache), "free_bytes": free_bytes})
 
 
+def _expert_reads() -> Fact:
+    """Whether experts on demand can be read past the system's cache, tried on a small file."""
+    from ..experts.reader import ExpertReader
+
+    try:
+        file = nano.converted() / "config.json"
+        with ExpertReader(threads=1) as reader:
+            mode = reader.mode(str(file))
+    except K3Error:  # The self check tells what is wrong.
+        return Fact("expert reads", "not tried", {"expert_reads": None})
+    how = {"direct": "past the system's cache", "buffered": "through the system's cache"}[mode]
+    folder = file.parent.parent
+    return Fact("expert reads", f"{mode}, {how}, in {folder}", {"expert_reads": mode})
+
+
 def _kernels() -> Fact:
     try:
         from ..kernels import backend
@@ -190,6 +205,7 @@ CHECKS: tuple[Callable[[], Fact], ...] = (
     _device,
     _blas,
     _disk,
+    _expert_reads,
     _kernels,
     _self_check,
 )
