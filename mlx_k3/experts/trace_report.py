@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from .policy import POLICIES
-from .simulate import Requests, decode_requests, optimal_hits, simulate, stack_distances
+from .simulate import (
+    Requests,
+    decode_requests,
+    distinct,
+    optimal_hits,
+    simulate,
+    stack_distances,
+)
 from .trace import KINDS, Trace
 
 POOL_SIZES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -154,19 +161,23 @@ def _hits(requests: Requests, slots: int, name: str) -> int:
 def _needs(trace: Trace) -> np.ndarray:
     """Each expert that each call needs, once: call << 16 | expert, ascending."""
     calls = np.repeat(np.arange(len(trace.calls)), np.diff(trace.offsets))
-    return np.unique(calls << 16 | trace.experts)
+    return distinct(calls << 16 | trace.experts)
 
 
 def _useful_prefetches(trace: Trace, needs: np.ndarray) -> np.ndarray:
     """[reads] bool: read ahead, and the layer's next call did need it."""
-    reads = trace.reads
+    ahead = np.flatnonzero(trace.reads["kind"] == KINDS.index("prefetch"))
+    reads = trace.reads[ahead]
     order = np.argsort(trace.calls["layer"], kind="stable")
     places = trace.calls["layer"][order].astype(np.int64) << 32 | order
     layers = reads["layer"].astype(np.int64)
     found = np.searchsorted(places, layers << 32 | np.maximum(reads["call"], 0))
     place = np.append(places, -1)[found]
-    there = np.isin((place & 0xFFFFFFFF) << 16 | reads["expert"], needs) & (place >> 32 == layers)
-    return there & (reads["kind"] == KINDS.index("prefetch"))
+    need = (place & 0xFFFFFFFF) << 16 | reads["expert"]
+    needed = np.append(needs, -1)[np.searchsorted(needs, need)] == need
+    useful = np.zeros(len(trace.reads), bool)
+    useful[ahead] = needed & (place >> 32 == layers)
+    return useful
 
 
 def _in_phase(calls: np.ndarray, phase: np.ndarray) -> np.ndarray:
@@ -191,7 +202,8 @@ def _seconds(trace: Trace, is_decode: np.ndarray, phase: np.ndarray) -> float:
 
 def _busy_seconds(reads: np.ndarray) -> float:
     """How long at least one read was under way."""
-    reads = np.sort(reads[reads["seconds"] > 0], order="start")
+    reads = reads[reads["seconds"] > 0]
+    reads = reads[np.argsort(reads["start"], kind="stable")]
     starts, ends = reads["start"], np.maximum.accumulate(reads["start"] + reads["seconds"])
     begun = np.maximum(starts, np.concatenate([starts[:1], ends[:-1]]))
     return float(np.maximum(ends - begun, 0).sum())
