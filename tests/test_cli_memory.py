@@ -157,6 +157,18 @@ def test_a_trace_is_recorded_and_read(command, generate, budget, tmp_path):
     assert recorded == experts["demand_bytes"]
 
 
+def test_json_is_all_that_standard_output_gets(command, folder, budget, monkeypatch):
+    def chatty(*arguments, **options):
+        print("[WARNING] this model is large")
+        yield from stream_generate(*arguments, **options)
+
+    monkeypatch.setattr("mlx_k3.chat.generation.stream_generate", chatty)
+    options = ("--ids", "1,2", "--max-tokens", 2, "--memory", budget(8), "--json")
+    _, out, err = command("generate", folder, *options)
+    assert len(json.loads(out)["ids"]) == 2
+    assert "[WARNING]" in err
+
+
 # What fits.
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -97,16 +98,19 @@ def generate(
 
 def _show(chunks: Iterator["Chunk"], *, quiet: bool) -> "Reply":
     """Print an answer as it comes, unless ``quiet``; returns the whole of it."""
-    printer = AnswerPrinter()
-    try:
-        for chunk in chunks:
-            if not quiet:
-                printer.show(chunk)
-    finally:
-        if not quiet:
+    if quiet:
+        # mlx-lm prints a warning for a model that is large for its GPU.
+        with redirect_stdout(sys.stderr):
+            *_, last = chunks
+    else:
+        printer = AnswerPrinter()
+        try:
+            for last in chunks:
+                printer.show(last)
+        finally:
             printer.end()
-    assert chunk.reply is not None  # the last chunk has it
-    return chunk.reply
+    assert last.reply is not None  # the last chunk has it
+    return last.reply
 
 
 def _tell(reply: "Reply", has_text: bool, offload: "Offload | None", as_json: bool) -> None:

@@ -1,7 +1,6 @@
 """``mlx-k3 plan``: what fits into a memory, and the bounds on speed that follow."""
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +8,7 @@ import typer
 
 from ..config import K3Config
 from ..errors import K3Error
-from ..units import parse_bytes
+from ..units import parse_bytes, parse_tokens
 from .plan_table import print_plan
 
 if TYPE_CHECKING:
@@ -80,8 +79,8 @@ def plan(
     """
     if model is None and measure is None:
         raise K3Error("name a model folder, kimi-k3, or --measure PATH")
-    context_tokens = None if context is None else _parse_tokens(context)
-    prompt_tokens = _parse_tokens(prompt)
+    context_tokens = None if context is None else parse_tokens(context)
+    prompt_tokens = parse_tokens(prompt)
     rates = [parse_bytes(text) for text in (ssd or SSD, bandwidth)]
     if not all(rates):
         raise K3Error("--ssd and --bandwidth must be above 0")
@@ -105,15 +104,6 @@ def plan(
         print(json.dumps(facts))
     else:
         print_plan(facts)
-
-
-def _parse_tokens(text: str) -> int:
-    """``"32k"`` -> 32768: of tokens, k and M count in powers of two."""
-    match = re.fullmatch(r"([0-9]+)([kKmM]?)", text.strip())
-    tokens = match and int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
-    if not tokens:
-        raise K3Error(f"{text!r} is not a number of tokens; write for example 4096, 32k or 1M")
-    return tokens
 
 
 def _measure(path: Path) -> dict[str, Any]:
