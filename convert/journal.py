@@ -41,16 +41,16 @@ def read(out: Path) -> tuple[dict[str, Any] | None, dict[str, Record], int]:
     for line in raw.splitlines(keepends=True):
         try:
             entry = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            entry = None
-        if not isinstance(entry, dict):
+            if not isinstance(entry, dict):
+                break
+            if job is None:
+                job = entry
+            else:
+                record = Record(**entry)
+                records[record.file] = record
+        except (ValueError, TypeError):
             break
         end += len(line)
-        if job is None:
-            job = entry
-        else:
-            record = Record(**entry)
-            records[record.file] = record
     done = {name: r for name, r in records.items() if _size(out / name) == r.nbytes}
     return job, done, end
 

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.extents import MANIFEST
 from ..checkpoint.index import INDEX
 from ..checkpoint.writer import write_file
 from ..version import __version__
@@ -22,7 +23,6 @@ from .source import Source
 from .tokenizer import write_tokenizer
 
 FORMAT = 1
-MANIFEST = "mlx_k3.json"
 # Written by us, or true only of the release's own files.
 _NOT_CARRIED = {"config.json", "hf_quant_config.json", MANIFEST}
 _TOKENIZER = {
@@ -59,15 +59,28 @@ def finish(
     write_file(out / "config.json", [config])
 
 
+def is_here(out: Path, job: dict[str, Any]) -> bool:
+    """Whether ``out`` once held the finished conversion ``job``, by its manifest."""
+    return _manifest(out).get("job") == job
+
+
 def is_complete(out: Path, job: dict[str, Any]) -> bool:
-    """Whether ``out`` holds the finished conversion ``job``, by its manifest and file sizes."""
+    """Whether ``out`` holds all of the finished conversion ``job``, by the sizes of its files."""
+    try:
+        return is_here(out, job) and all(
+            (out / name).stat().st_size == file["bytes"]
+            for name, file in _manifest(out)["files"].items()
+        )
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _manifest(out: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((out / MANIFEST).read_bytes())
-        return manifest["job"] == job and all(
-            (out / name).stat().st_size == file["bytes"] for name, file in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def config_of(plan: Plan) -> dict[str, Any]:

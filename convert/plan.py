@@ -149,7 +149,7 @@ def make_plan(source: Source, *, experts: str = "copy", trunk: str = "q8") -> Pl
     if any(is_mlx_name(name) for name in checkpoint.files):
         raise NothingToDo(f"{source.label} is an MLX model already: nothing to convert")
     form = expert_form(config, checkpoint)
-    check_quantization(raw_config, form)
+    check_quantization(raw_config, config, form)
     if experts == "mxfp4" and form == "mxfp4":
         raise UnsupportedError(
             "--experts mxfp4: the experts are MXFP4 already; leave the option out"
@@ -166,11 +166,12 @@ def expert_form(config: K3Config, checkpoint: Checkpoint) -> ExpertForm:
     return "mxfp4" if probe is not None and probe in checkpoint else "bf16"
 
 
-def check_quantization(raw_config: dict[str, Any], form: ExpertForm) -> None:
+def check_quantization(raw_config: dict[str, Any], config: K3Config, form: ExpertForm) -> None:
     """Refuse a quantized release whose format is not the one the packed experts are read as.
 
     Raises:
         UnsupportedError: naming the format.
+        CheckpointError: if the experts cannot be in it.
     """
     text = raw_config.get("text_config", raw_config)
     found = text.get("quantization_config", raw_config.get("quantization_config"))
@@ -194,6 +195,9 @@ def check_quantization(raw_config: dict[str, Any], form: ExpertForm) -> None:
         )
     if form == "bf16":
         raise CheckpointError("config.json says the experts are MXFP4, but they are not packed")
+    for width in (config.expert_dim, config.moe_intermediate_size):
+        if width % MXFP4.group_size:
+            raise CheckpointError(f"config.json: experts of width {width} do not fill groups of 32")
 
 
 def check_tensors(config: K3Config, form: ExpertForm, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -255,6 +259,8 @@ def check_a_log(config: K3Config, form: ExpertForm, checkpoint: Checkpoint, sour
             name = tensor.sources[0].name
             info = checkpoint.info(name)
             kept = config.kda_num_heads * NUMPY_DTYPES[info.dtype].itemsize
+            if kept == info.nbytes:
+                continue
             tail = source.read(checkpoint.files[name], info.offset + kept, info.nbytes - kept)
             if np.frombuffer(tail, np.uint8).any():
                 raise CheckpointError(

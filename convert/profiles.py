@@ -7,11 +7,15 @@ when something is quantized.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..checkpoint.names import MlxTensor
 from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def quantize(rows: np.ndarray, dtype: str, how: Profile) -> tuple[list[np.ndarra
     return [_to_numpy(part) for part in parts], error
 
 
-def compare(weight, parts, how: Profile) -> Error:
+def compare(weight: "mx.array", parts: list["mx.array"], how: Profile) -> Error:
     """The error of quantized ``parts`` against the MLX array ``weight``."""
     import mlx.core as mx
 
@@ -125,7 +129,7 @@ def compare(weight, parts, how: Profile) -> Error:
     return Error(*(float(x.item()) for x in sums))
 
 
-def to_mlx(array: np.ndarray, dtype: str):
+def to_mlx(array: np.ndarray, dtype: str) -> "mx.array":
     """A numpy array as MLX sees it; ``dtype`` tells bfloat16 from uint16."""
     import mlx.core as mx
 
@@ -133,7 +137,7 @@ def to_mlx(array: np.ndarray, dtype: str):
     return result.view(mx.bfloat16) if dtype == "BF16" else result
 
 
-def _to_numpy(array) -> np.ndarray:
+def _to_numpy(array: "mx.array") -> np.ndarray:
     import mlx.core as mx
 
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)

@@ -123,6 +123,11 @@ class Conversion:
         if found is None and self.out.exists():
             if package.is_complete(self.out, self.job):
                 raise NothingToDo(f"{self.out} holds this conversion already, complete")
+            if package.is_here(self.out, self.job):
+                raise CheckpointError(
+                    f"{self.out} holds this conversion, but not all of it is intact; "
+                    "delete the folder and convert again"
+                )
             if foreign := sorted(p.name for p in self.out.iterdir() if p.name != journal.NAME):
                 raise CheckpointError(
                     f"{self.out} is not empty ({foreign[0]}, ...); choose an empty folder"

@@ -382,6 +382,11 @@ def refused(action, kind, says, out: Path) -> None:
             UnsupportedError,
             "16",
         ),
+        (
+            lambda c: c["text_config"].update(moe_intermediate_size=48),
+            CheckpointError,
+            "experts of width 48",
+        ),
         (lambda c: [1], CheckpointError, "JSON object"),
     ],
 )
@@ -448,6 +453,14 @@ def test_the_output_folder_must_be_new_or_its_own(golden, release, tmp_path):
         convert(release, tmp_path / "out", trunk="q4")
     with pytest.raises(CheckpointError, match="not empty"):
         convert(golden / "tiny-text", tmp_path / "out")
+
+
+def test_a_damaged_result_is_not_taken_for_a_foreign_folder(release, tmp_path):
+    out = tmp_path / "out"
+    convert(release, out)
+    (out / "model-trunk-00002-of-00006.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="not all of it is intact; delete the folder"):
+        convert(release, out)
 
 
 def test_a_folder_in_mlx_form_has_nothing_to_convert(golden, tmp_path):

@@ -185,8 +185,18 @@ class TensorFile:
         """Fill ``buffer`` with the bytes at ``offset``; short reads are continued.
 
         Raises:
-            CheckpointError: if the file ends first.
+            CheckpointError: if the file ends first or cannot be read.
         """
+        try:
+            done = self._read_into(buffer, offset)
+        except OSError as e:
+            raise CheckpointError(f"{self.path} cannot be read: {e.strerror}") from e
+        if done < len(buffer):
+            raise CheckpointError(
+                f"{self.path} ends {len(buffer) - done:,} bytes early; download it again"
+            )
+
+    def _read_into(self, buffer: memoryview, offset: int) -> int:
         done = 0
         if len(buffer) >= _DIRECT_BYTES:
             self._direct = self._direct or DirectReader(self.path)
@@ -194,10 +204,9 @@ class TensorFile:
         while done < len(buffer):
             n = os.preadv(self.fd, [buffer[done : done + MAX_READ_BYTES]], offset + done)
             if not n:
-                raise CheckpointError(
-                    f"{self.path} ends {len(buffer) - done:,} bytes early; download it again"
-                )
+                break
             done += n
+        return done
 
     def array(self, name: str) -> np.ndarray:
         """The whole tensor ``name`` as numpy (bfloat16 as uint16)."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config import K3Config
 from ..errors import CheckpointError
+from .extents import MANIFEST
 from .index import INDEX, Readable, open_header, read_index, read_json, shard_names
 from .names import (
     expert_probe,
@@ -21,8 +22,6 @@ from .names import (
     vision_tensors,
 )
 from .reader import TensorInfo
-
-MANIFEST = "mlx_k3.json"
 
 
 def describe(source: Readable) -> dict[str, Any]:
