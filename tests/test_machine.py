@@ -51,7 +51,10 @@ def test_the_limits_of_all_groups_around_a_process_count(tmp_path):
 
 def test_the_first_version_of_control_groups(tmp_path):
     write_membership(tmp_path, "5:cpu:/\n4:hugetlb,memory:/job\n0::/")
-    names = {"memory__usage_in_bytes": 700, "memory__stat": "inactive_file 1\ntotal_inactive_file 9"}
+    names = {
+        "memory__usage_in_bytes": 700,
+        "memory__stat": "inactive_file 1\ntotal_inactive_file 9",
+    }
     top = tmp_path / "sys/fs/cgroup/memory"
     write_group(top, memory__limit_in_bytes=9223372036854771712, **names)
     write_group(top / "job", memory__limit_in_bytes=2000, **names)

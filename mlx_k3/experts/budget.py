@@ -205,8 +205,8 @@ def plan_memory(
     experts, k = sum(config.expert_counts), config.num_experts_per_token
     layer_slots = min(k, experts)
     resident_slot_bytes = slot_bytes if packed_experts else sizes.resident_expert_bytes(slot_bytes)
-    minimum_bytes = sizes.least_bytes(layer_slots * slot_bytes)
     resident_bytes = sizes.least_bytes(experts * resident_slot_bytes)
+    minimum_bytes = min(sizes.least_bytes(layer_slots * slot_bytes), resident_bytes)
     if budget_bytes is not None and budget_bytes < minimum_bytes:
         raise BudgetError(_refusal(sizes, layer_slots * slot_bytes, minimum_bytes, budget_bytes))
 

@@ -42,7 +42,8 @@ class DiskSpeed:
 def measure_disk(path: str | Path, seconds: float = SECONDS, seed: int = 0) -> DiskSpeed:
     """Read experts of the converted folder ``path``, or spans of that size of a file.
 
-    Of another folder its largest file is read. Stops after ``seconds``, or when all was read.
+    Of another folder its largest file is read. Stops after ``seconds`` (but reads one), or when
+    all was read.
 
     Raises:
         CheckpointError: nothing there is large enough, or it cannot be read.
@@ -61,7 +62,7 @@ def measure_disk(path: str | Path, seconds: float = SECONDS, seed: int = 0) -> D
         mode = reader.mode(spans[0][0][0])
         start = time.perf_counter()
         for span in spans:
-            if time.perf_counter() - start > seconds:
+            if flying and time.perf_counter() - start > seconds:
                 break
             if not free:
                 ticket, place = flying.popleft()
@@ -81,7 +82,8 @@ def _spans(path: Path) -> Iterator[_Span]:
         for layer in experts.layers:
             for expert in range(experts.count(layer)):
                 yield [run[:3] for run in merge(experts.extents(layer, expert))]
-        return
+        if experts.layers:
+            return
     if path.is_dir():
         files = [p for p in path.iterdir() if p.is_file()]
         path = max(files, key=lambda p: p.stat().st_size, default=path)

@@ -22,9 +22,9 @@ PAIRS_AT_ONCE = 1 << 14  # token-expert pairs that the experts take at once
 KDA_CHUNK = 64
 KDA_SCRATCH_BYTES = 256 << 20
 
-# Python with everything the package imports, and a tokenizer's tables, by token.
-PROCESS_BYTES = 100_000_000
-PROCESS_BYTES_PER_TOKEN = 500
+# Python with all it imports and the reader's threads; and a tokenizer, by token.
+PROCESS_BYTES = 150_000_000
+PROCESS_BYTES_PER_TOKEN = 1000
 
 # Expanding a packed weight on a CPU: how many float32 copies exist at the peak, by bits.
 # Widths that are no power of two take another way through MLX.
