@@ -131,14 +131,15 @@ class SlotPool:
         Also puts right what was left half done where an exception cut a method short.
         """
         with self._lock:
-            filled = set(self._slot_of.values())
-            self._loading.clear()
-            self._leases = [0] * len(self)
-            self._keys = [None] * len(self)
-            self._free = [slot for slot in reversed(range(len(self))) if slot not in filled]
-            for key, slot in self._slot_of.items():
-                self._keys[slot] = key
-                self._policy.offer(key)
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Make everything follow from the arrays and from what is filled."""
+        self._set_up(min(map(len, self.arrays.values())))
+        for key, slot in self._slot_of.items():
+            self._keys[slot] = key
+            self._policy.offer(key)
+        self._free = [slot for slot in self._free if self._keys[slot] is None]
 
     def _loaded(self, slot: int) -> Key:
         key = self._keys[slot]
@@ -197,11 +198,9 @@ class SlotPool:
                 self._slot_of = {key: slot for slot, key in enumerate(residents)}
             finally:
                 # Where memory ran out half-way: as many slots as every piece has, all empty.
-                self._set_up(min(map(len, self.arrays.values())))
-                self._keys[: len(self._slot_of)] = self._slot_of
-                del self._free[len(self._free) - len(self._slot_of) :]
                 for key in residents.keys() - self._slot_of.keys():
                     self._policy.hold(key)
+                self._tidy()
 
     def _move(self, piece: int, slots: int, kept: Iterable[int]) -> None:
         """Give one piece ``slots`` slots in a new array; the ``kept`` ones come first."""

@@ -206,7 +206,9 @@ class ExpertStore:
     def resize(self, slots: int) -> None:
         """Another number of slots, at once; keeps as many experts as fit."""
         self.reset()
+        self._at_work = True
         self.pool.resize(slots)
+        self._at_work = False
 
     def close(self) -> None:
         """Stop the reader and close the trace."""
