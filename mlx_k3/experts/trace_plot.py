@@ -102,7 +102,7 @@ def _draw_residency(figure: Any, axes: Any, trace: Trace, facts: dict[str, Any])
     slots = facts["model"].get("slots") or requests.working_set
     slots = max(slots, requests.largest_call)
     layers, shares = residency(requests, slots, policy)
-    image = axes.imshow(100 * shares, aspect="auto", interpolation="nearest", vmin=0, vmax=100)
+    image = axes.imshow(100 * shares, aspect="auto", interpolation="nearest", vmin=0)
     figure.colorbar(image, ax=axes, label="share of time in the pool, %")
     ticks = range(0, len(layers), max(len(layers) // 10, 1))
     axes.set_yticks(ticks, [layers[i] for i in ticks])
