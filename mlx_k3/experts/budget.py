@@ -102,7 +102,9 @@ def format_at_least(nbytes: int) -> str:
     """A size to type that is no less than ``nbytes``: 1234567890 -> ``1.24GB``."""
     for unit, size in (("GB", 10**9), ("MB", 10**6)):
         if nbytes >= size:
-            return f"{-(-nbytes * 100 // size) / 100:g}{unit}"
+            # A hundredth more, not rounded up: reading it back may lose a byte.
+            whole, hundredths = divmod(nbytes * 100 // size + 1, 100)
+            return f"{whole}.{hundredths:02}{unit}"
     return str(nbytes)
 
 
