@@ -297,6 +297,20 @@ def test_measures_a_hand_made_run(tmp_path: Path, clock: Clock) -> None:
     assert prefill["stall_share"] == 0
 
 
+def test_what_was_read_ahead_is_no_hit_whenever_it_is_used(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "a", HEADER) as writer:
+        writer.io(1, 5, 100, "prefetch", 0, 0.1)  # useful, two tokens later
+        writer.io(1, 6, 100, "prefetch", 0, 0.1)  # evicted before its use
+        writer.io(2, 5, 100, "prefetch", 0, 0.1)  # the same number in another layer: unused
+        for position, experts in enumerate([[1, 2], [1, 2], [5, 6], [5, 6]]):
+            route(writer, position, 1, experts)
+            for expert in {0: [1, 2], 2: [6]}.get(position, []):
+                writer.io(1, expert, 100, "demand", 0, 0.1)
+    decode = measure(read_trace(tmp_path / "a"), decode=True)
+    assert (decode["demand_bytes"], decode["useful_prefetch_bytes"]) == (300, 100)
+    assert decode["hit_rate"] == 4 / 8
+
+
 def test_an_empty_trace_has_figures(tmp_path: Path) -> None:
     TraceWriter(tmp_path / "a", HEADER).close()
     facts = report(read_trace(tmp_path / "a"))

@@ -165,18 +165,23 @@ def _needs(trace: Trace) -> np.ndarray:
 
 
 def _useful_prefetches(trace: Trace, needs: np.ndarray) -> np.ndarray:
-    """[reads] bool: read ahead, and the layer's next call did need it."""
-    ahead = np.flatnonzero(trace.reads["kind"] == KINDS.index("prefetch"))
-    reads = trace.reads[ahead]
-    order = np.argsort(trace.calls["layer"], kind="stable")
-    places = trace.calls["layer"][order].astype(np.int64) << 32 | order
-    layers = reads["layer"].astype(np.int64)
-    found = np.searchsorted(places, layers << 32 | np.maximum(reads["call"], 0))
-    place = np.append(places, -1)[found]
-    need = (place & 0xFFFFFFFF) << 16 | reads["expert"]
-    needed = np.append(needs, -1)[np.searchsorted(needs, need)] == need
+    """[reads] bool: read ahead, and used before the same expert was read again."""
     useful = np.zeros(len(trace.reads), bool)
-    useful[ahead] = needed & (place >> 32 == layers)
+    if not np.any(trace.reads["kind"] == KINDS.index("prefetch")):
+        return useful
+    # Uses and reads as expert, then call: sorted, an expert's stand together in their order.
+    layers = trace.calls["layer"][needs >> 16].astype(np.int64)
+    uses = np.sort((layers << 16 | needs & 0xFFFF) << 32 | needs >> 16)
+    real = np.flatnonzero(trace.reads["kind"] <= KINDS.index("prefetch"))
+    reads = trace.reads[real]
+    keys = reads["layer"].astype(np.int64) << 16 | reads["expert"]
+    order = np.argsort(keys, kind="stable")
+    moments = (keys << 32 | np.maximum(reads["call"], 0))[order]
+    never = np.iinfo(np.int64).max
+    next_use = np.append(uses, never)[np.searchsorted(uses, moments)]
+    next_read = np.append(moments[1:], never)
+    used = (next_use >> 32 == keys[order]) & (next_use < next_read)
+    useful[real[order]] = used & (reads["kind"][order] == KINDS.index("prefetch"))
     return useful
 
 
