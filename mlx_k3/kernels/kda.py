@@ -39,5 +39,5 @@ def kda(
         beta = mx.where(mask[..., None], beta, 0)
     if T > 1:
         return kda_chunked(q, k, v, log_decay, beta, state)
-    output, state = kda_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], beta[:, 0], state)
+    output, state = kda_step(*(x.squeeze(1) for x in (q, k, v, log_decay, beta)), state)
     return output[:, None], state
