@@ -179,6 +179,7 @@ def _offload(
             "top_k": config.num_experts_per_token,
             "expert_bytes": experts.expert_bytes(experts.layers[0]),
             "slots": slots,
+            "policy": policy,
         }
         writer = TraceWriter(trace, header)
     offload = Offload(config, experts, slots, policy=policy, levers=levers, trace=writer)

@@ -27,7 +27,7 @@ def trace(
 
     Examples:
 
-        mlx-k3 generate ~/k3 --memory 96GB --trace run.trace -p "Hello"
+        mlx-k3 generate ~/k3 --memory 96GB --trace run.trace --prompt "Hello"
 
         mlx-k3 trace run.trace
 
