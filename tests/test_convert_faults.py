@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,17 @@ def release(golden, tmp_path) -> Path:
     return copy_release(golden / "tiny-text", tmp_path / "release")
 
 
+@pytest.fixture(autouse=True)
+def tidy(tmp_path):
+    """pytest keeps what tests leave: a gigabyte for each run of these."""
+    yield
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
 @pytest.fixture(scope="module")
-def big(golden, tmp_path_factory) -> Path:
+def big(golden, tmp_path_factory) -> Iterator[Path]:
     """100 MB: a conversion takes long enough to be killed in the middle."""
-    return random_release(
+    folder = random_release(
         tmp_path_factory.mktemp("big") / "release",
         golden / "tiny-text",
         num_experts=64,
@@ -46,6 +54,8 @@ def big(golden, tmp_path_factory) -> Path:
         routed_expert_hidden_size=768,
         hidden_size=512,
     )
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +63,9 @@ def wanted(big, tmp_path_factory) -> dict[str, bytes]:
     """What an undisturbed conversion of ``big`` writes."""
     out = tmp_path_factory.mktemp("wanted") / "out"
     convert(big, out)
-    return contents(out)
+    result = contents(out)
+    shutil.rmtree(out)
+    return result
 
 
 def command(*args: object) -> list[str]:
