@@ -15,7 +15,7 @@ from mlx_lm.utils import infer_quant_config
 
 from ..config import K3Config
 from ..kernels import quantized_matmul
-from ..kernels.quantized import expand, expanding_pays
+from ..kernels.quantized import Workbench, expand, expanding_pays
 from .layers import gated_activation
 
 GROUP_FROM = 64  # token-expert pairs from which a CPU works expert by expert
@@ -87,23 +87,37 @@ class Experts(SwitchGLU):
 
     def run(self, x: mx.array, ids: Sequence[int], starts: Sequence[int]) -> mx.array:
         """Rows ``x [P, D]`` in runs, run ``i`` from ``starts[i]`` through expert ``ids[i]``."""
+        bench = self._workbench(x.dtype)
         outputs = []
         for expert, start, stop in zip(ids, starts, starts[1:], strict=False):
             rows = x[start:stop]
             gate, up = (
-                self._project("gate_proj", rows, expert),
-                self._project("up_proj", rows, expert),
+                self._project("gate_proj", rows, expert, bench),
+                self._project("up_proj", rows, expert, bench),
             )
-            outputs.append(self._project("down_proj", self.activation(up, gate), expert))
+            outputs.append(self._project("down_proj", self.activation(up, gate), expert, bench))
+        if bench is not None:
+            bench.finish()
         return mx.concatenate(outputs)
 
-    def _project(self, name: str, x: mx.array, expert: int) -> mx.array:
+    def _workbench(self, dtype: mx.Dtype) -> Workbench | None:
+        linear = self.gate_proj
+        packed = isinstance(linear, QuantizedSwitchLinear) and linear.mode == "mxfp4"
+        if not packed or self._expanded or dtype != mx.float32:
+            return None
+        return Workbench(linear.scales[0].size * linear.group_size)
+
+    def _project(self, name: str, x: mx.array, expert: int, bench: Workbench | None) -> mx.array:
         linear = self[name]
         if not isinstance(linear, QuantizedSwitchLinear):
             return x @ linear.weight[expert].T
-        # The same product either way: expanded now, or once at load.
-        if name in self._expanded and expanding_pays(len(x), linear.mode):
-            return x @ self._expanded[name][expert].T
+        if expanding_pays(len(x), linear.mode):
+            # The same product each way: expanded once at load, on the workbench, or by MLX.
+            if name in self._expanded:
+                return x @ self._expanded[name][expert].T
+            if bench is not None:
+                weight, scales = (np.asarray(memoryview(a)) for a in (linear.weight, linear.scales))
+                return bench.multiply(x, weight[expert].view(np.uint8), scales[expert])
         packed = (None if part is None else part[expert] for part in _packed(linear))
         return quantized_matmul(x, *packed, **_how(linear))
 
