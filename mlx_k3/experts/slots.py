@@ -135,7 +135,12 @@ class SlotPool:
 
     def _tidy(self) -> None:
         """Make everything follow from the arrays and from what is filled."""
-        self._set_up(min(map(len, self.arrays.values())))
+        slots = min(map(len, self.arrays.values()))
+        for name, array in self.arrays.items():
+            if len(array) > slots:
+                self.arrays[name] = array[:slots]
+        mx.eval(self.arrays)
+        self._set_up(slots)
         for key, slot in self._slot_of.items():
             self._keys[slot] = key
             self._policy.offer(key)
