@@ -13,7 +13,6 @@
 """
 
 import argparse
-import gc
 import json
 import shutil
 import statistics
@@ -70,6 +69,7 @@ def _config(
 def long_answer(tokens: int) -> dict[str, Any]:
     """Decode so many tokens in one conversation with a pool of one and a half working sets."""
     import mlx.core as mx
+    from mlx_lm.generate import generate_step
 
     from mlx_k3.experts.machine import rss_bytes
     from mlx_k3.loader import assemble
@@ -78,15 +78,12 @@ def long_answer(tokens: int) -> dict[str, Any]:
         write_random_release(Path(scratch) / "release", tiny_config())
         convert(Path(scratch) / "release", Path(scratch) / "package", trunk="bf16")
         model = assemble(Path(scratch) / "package", slots=40)
-        cache = model.make_cache()
-        token, times, memory = mx.array([[1]]), [], []
-        for _ in range(tokens):
-            start = time.perf_counter()
-            token = mx.argmax(model(token, cache=cache)[:, -1:], axis=-1)
-            mx.eval(token)
+        cache, times, memory = model.make_cache(), [], []
+        start = time.perf_counter()
+        for _ in generate_step(mx.array([1]), model, max_tokens=tokens, prompt_cache=cache):
             times.append(time.perf_counter() - start)
             memory.append(rss_bytes())
-        gc.collect()
+            start = time.perf_counter()
         usage = model.offload.usage()
         window = min(WINDOW, tokens // 2)
         result = {

@@ -193,27 +193,31 @@ class ExpertReader:
     def _work(self) -> None:
         bounce = Bounce()
         while self._permits.get():
-            begun = self._begin()
-            if begun is None:
-                continue
-            ticket, block = begun
-            error: K3Error | None = CheckpointError(f"{block.path}: a reader thread died")
-            done = calls = 0
-            try:
-                file = self._files.get(block.path)
-                for n in fill(self._files.disk, file, block, bounce):
-                    done, calls = done + n, calls + 1
-                error = None
-            except OSError as e:
-                error = CheckpointError(
-                    f"{block.path}: reading at byte {block.offset + done:,} failed: {e.strerror}; "
-                    "check the drive"
-                )
-            except (CheckpointError, UnsupportedError) as e:
-                error = e
-            finally:
-                # Also if something else was raised: whoever waits must not wait for ever.
-                self._end(ticket, error, done, calls)
+            self._read_block(bounce)
+
+    def _read_block(self, bounce: Bounce) -> None:
+        # Not in the loop: a thread that waits there must not keep a former block's buffers alive.
+        begun = self._begin()
+        if begun is None:
+            return
+        ticket, block = begun
+        error: K3Error | None = CheckpointError(f"{block.path}: a reader thread died")
+        done = calls = 0
+        try:
+            file = self._files.get(block.path)
+            for n in fill(self._files.disk, file, block, bounce):
+                done, calls = done + n, calls + 1
+            error = None
+        except OSError as e:
+            error = CheckpointError(
+                f"{block.path}: reading at byte {block.offset + done:,} failed: {e.strerror}; "
+                "check the drive"
+            )
+        except (CheckpointError, UnsupportedError) as e:
+            error = e
+        finally:
+            # Also if something else was raised: whoever waits must not wait for ever.
+            self._end(ticket, error, done, calls)
 
     def _begin(self) -> tuple[Ticket, Block] | None:
         with self._lock:

@@ -200,6 +200,7 @@ class SlotPool:
             try:
                 for i in range(len(self.pieces)):
                     self._move(i, slots, residents.values())
+                    mx.clear_cache()  # else MLX keeps the old array's memory for another use
                 self._slot_of = {key: slot for slot, key in enumerate(residents)}
             finally:
                 # Where memory ran out half-way: as many slots as every piece has, all empty.
