@@ -35,9 +35,16 @@ EXPERT_BYTES = 3 * 2048 * 1408 * 17 // 32
 
 
 def tiny_config() -> dict[str, Any]:
-    """A model so small that what surrounds the arithmetic is most of the work."""
+    """A model so small that what surrounds the arithmetic is most of the work.
+
+    All layers are KDA: nothing in it grows with the text, so whatever does is a leak.
+    """
     sizes = {"hidden_size": 128, "routed_expert_hidden_size": 64, "moe_intermediate_size": 64}
-    return _config(7, 512, heads=4, head_dim=32, experts=16, top_k=4, **sizes)
+    config = _config(7, 512, heads=4, head_dim=32, experts=16, top_k=4, **sizes)
+    layers = config["text_config"]["num_hidden_layers"]
+    kda = {"kda_layers": [*range(1, layers + 1)], "full_attn_layers": []}
+    config["text_config"]["linear_attn_config"] |= kda
+    return config
 
 
 def large_config(gigabytes: float) -> dict[str, Any]:
