@@ -62,18 +62,22 @@ class Blocks:
         ``a_log`` ends at the last head: what follows there is padding.
         """
         left = tensor_bytes(tensor.dtype or self.dtype(tensor), tensor.shape)
-        buffer, filled = next(buffers), 0
+        # A buffer is taken only when there are bytes for it: one that is taken and not yielded
+        # would bring the next ones round before the writer is done with them.
+        buffer, filled = memoryview(b""), 0
         for source in tensor.sources:
             file, info = self._find(source)
             position, end = info.offset, info.offset + min(info.nbytes, left)
             left -= end - position
             while position < end:
+                if not filled:
+                    buffer = next(buffers)
                 n = min(end - position, len(buffer) - filled)
                 file.read_into(buffer[filled : filled + n], position)
                 position, filled = position + n, filled + n
                 if filled == len(buffer):
                     yield buffer
-                    buffer, filled = next(buffers), 0
+                    filled = 0
         if filled:
             yield buffer[:filled]
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx.utils import tree_map
 from mlx_lm.utils import load_model
 from typer.testing import CliRunner
 
+from mlx_k3.checkpoint.direct import DirectWriter
 from mlx_k3.checkpoint.extents import merge, open_experts
 from mlx_k3.checkpoint.writer import ALIGNMENT
 from mlx_k3.cli import app
@@ -248,6 +250,22 @@ def test_large_tensors_are_quantized_in_rows_alike(golden, tmp_path, monkeypatch
     whole, rows = contents(tmp_path / "whole"), contents(tmp_path / "rows")
     whole.pop("mlx_k3.json"), rows.pop("mlx_k3.json")  # the error sums round differently
     assert whole == rows
+
+
+@pytest.mark.parametrize("block", [64, 512, 4096])
+def test_blocks_are_not_reused_before_they_are_written(golden, tmp_path, monkeypatch, block):
+    """Tensors of whole blocks, as K3's expert stacks are, and a disk that lags behind."""
+    convert(golden / "tiny-text", tmp_path / "want", trunk="bf16")
+    monkeypatch.setattr("mlx_k3.convert.blocks.BLOCK_BYTES", block)
+    write = DirectWriter.write
+
+    def write_late(self, data):
+        time.sleep(2e-4)
+        write(self, data)
+
+    monkeypatch.setattr(DirectWriter, "write", write_late)
+    convert(golden / "tiny-text", tmp_path / "got", trunk="bf16")
+    assert contents(tmp_path / "got") == contents(tmp_path / "want")
 
 
 def test_bf16_experts_become_mxfp4_only_when_asked(golden, tmp_path):
