@@ -1,10 +1,15 @@
 """What the lossy levers keep, drop and count."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_k3 import K3Error
 from mlx_k3.experts.lossy import Levers
+from mlx_k3.experts.trace import KINDS, read_trace
+from mlx_k3.loader import assemble
+
+from .support.models import convert_golden
 
 IDS = np.array([[7, 2, 9, 4]])
 WEIGHTS = np.array([[0.4, 0.1, 0.3, 0.2]], np.float32)
@@ -46,3 +51,18 @@ def test_the_heaviest_expert_stays_whatever_the_share():
 def test_levers_that_make_no_sense_are_refused(bad):
     with pytest.raises(K3Error):
         Levers(**bad)
+
+
+def test_a_trace_tells_what_was_left_out(golden, tmp_path):
+    folder = convert_golden(golden, "tiny-text", tmp_path)
+    trace = tmp_path / "run.trace"
+    levers = Levers(active_experts=2)
+    model = assemble(folder, slots=16, trace=trace, levers=levers, prefetch=False)
+    cache = model.make_cache()
+    for token in range(5):
+        mx.eval(model(mx.array([[token + 1]]), cache=cache))
+    model.offload.close()
+    dropped = read_trace(trace).reads["kind"] == KINDS.index("drop")
+    # Two of four experts, in each of four layers, for each of five tokens.
+    assert dropped.sum() == levers.dropped_pairs == 40
+    assert 0 < levers.dropped_share < 0.5

@@ -70,6 +70,7 @@ class OffloadedBank:
         ids, kept = self._levers.apply(chosen, shares, self._is_there)
         if ids is not chosen:
             weights = mx.array(kept)
+            self._store.note_dropped(self._layer, np.setdiff1d(chosen, ids).tolist())
         pairs = sort_pairs(ids)
         if ids.size >= GROUP_FROM or len(pairs.experts) > len(self._store.pool):
             y = self._in_groups(z, weights, pairs)

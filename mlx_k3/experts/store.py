@@ -203,6 +203,13 @@ class ExpertStore:
             if not self.has(key) and self._start(key, prefetch=True) is None:
                 return
 
+    def note_dropped(self, layer: int, experts: Sequence[int]) -> None:
+        """Record that ``experts`` were chosen and left out."""
+        if self.trace:
+            now = time.perf_counter()
+            for expert in experts:
+                self.trace.io(layer, expert, 0, "drop", now, 0.0)
+
     def resize(self, slots: int) -> None:
         """Another number of slots, at once; keeps as many experts as fit."""
         self.reset()
