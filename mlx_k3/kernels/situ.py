@@ -8,13 +8,21 @@ import numpy as np
 from .host import on_host
 
 
-def situ(gate: mx.array, up: mx.array, beta: float, linear_beta: float | None) -> mx.array:
+def situ(
+    gate: mx.array,
+    up: mx.array,
+    beta: float,
+    linear_beta: float | None,
+    *,
+    use_host: bool | None = None,
+) -> mx.array:
     """``beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta)``, in float32.
 
     ``gate`` and ``up`` have the same shape; without a ``linear_beta``, ``up`` is used as it is.
-    The result has ``up``'s dtype.
+    The result has ``up``'s dtype. ``use_host`` is :func:`~.host.on_host`'s.
     """
-    y = _situ(beta, linear_beta)(gate.astype(mx.float32), up.astype(mx.float32))
+    f = _situ(beta, linear_beta)
+    y = f(gate.astype(mx.float32), up.astype(mx.float32), use_host=use_host)
     return y.astype(up.dtype)
 
 

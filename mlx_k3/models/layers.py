@@ -49,11 +49,14 @@ def dense_weight(linear: MultiLinear | QuantizedMultiLinear, dtype: mx.Dtype) ->
     )
 
 
-def gated_activation(config: K3Config, gate: mx.array, up: mx.array) -> mx.array:
+def gated_activation(
+    config: K3Config, gate: mx.array, up: mx.array, *, use_host: bool | None = None
+) -> mx.array:
     """SiTU-GLU (K3) or SwiGLU (Kimi Linear), as the configuration says."""
     if config.hidden_act == "situ":
-        return situ(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
-    return silu(gate.astype(mx.float32)).astype(up.dtype) * up
+        betas = config.activation_situ_beta, config.activation_situ_linear_beta
+        return situ(gate, up, *betas, use_host=use_host)
+    return silu(gate.astype(mx.float32), use_host=use_host).astype(up.dtype) * up
 
 
 class MLP(nn.Module):
