@@ -248,10 +248,10 @@ class interrupted_at:
         return self._line if inside else None
 
     def _line(self, frame, event, arg):
-        # A `with` line is reached again at its block's end, before what leaves the block: signals
-        # do not come there.
+        # Python handles signals after calls and jumps: not where a `with` line is reached again,
+        # before what leaves its block, and not at a `try` line, before what it guards.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not line.startswith("with "):
+        if event == "line" and not line.startswith(("with ", "try:")):
             self.lines += 1
             if self.lines == self._n:
                 raise KeyboardInterrupt
