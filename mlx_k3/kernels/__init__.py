@@ -5,7 +5,7 @@ differentiable; :func:`backend` names the path that runs.
 """
 
 from .attention_residual import attention_residual
-from .host import sigmoid, silu
+from .host import sigmoid, silu, softmax
 from .kda import kda
 from .kda_reference import kda_log_decay, l2norm
 from .quantized import quantized_matmul
@@ -31,4 +31,5 @@ __all__ = [
     "sigmoid",
     "silu",
     "situ",
+    "softmax",
 ]

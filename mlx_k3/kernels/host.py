@@ -52,6 +52,14 @@ def _np_silu(x: np.ndarray) -> np.ndarray:
     return np.multiply(y, x, out=y)
 
 
+def _np_softmax(x: np.ndarray) -> np.ndarray:
+    y = x - x.max(-1, keepdims=True)
+    np.exp(y, out=y)
+    y /= y.sum(-1, keepdims=True)
+    return y
+
+
 sigmoid = on_host(mx.sigmoid, _np_sigmoid)
 silu = on_host(lambda x: x * mx.sigmoid(x), _np_silu)
 exp = on_host(mx.exp, np.exp)
+softmax = on_host(lambda x: mx.softmax(x, axis=-1, precise=True), _np_softmax)
