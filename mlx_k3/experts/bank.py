@@ -73,7 +73,7 @@ class OffloadedBank:
             self._store.note_dropped(self._layer, np.setdiff1d(chosen, ids).tolist())
         pairs = sort_pairs(ids)
         if ids.size >= GROUP_FROM or len(pairs.experts) > len(self._store.pool):
-            y = self._in_groups(z, weights, pairs)
+            y = self._in_groups(z, weights, pairs, self._group_size())
         else:
             y = self._at_once(z, ids, weights, pairs, alongside, ahead)
         self._store.end()
@@ -88,6 +88,9 @@ class OffloadedBank:
             mx.async_eval(alongside)
         if ahead is not None and self._next_layer is not None:
             store.prefetch([(self._next_layer, e) for e in np.unique(np.array(ahead)).tolist()])
+        if mx.default_device() == mx.cpu and any(store.pool.find(key) is None for key in keys):
+            # A CPU takes as long to multiply as a disk to read: one expert while the next comes.
+            return self._in_groups(z, weights, pairs, 1)
         slots = store.wait(keys)
         place = np.zeros(pairs.experts[-1] + 1, np.uint32)
         place[pairs.experts] = slots
@@ -96,13 +99,12 @@ class OffloadedBank:
         store.release_after(slots, y)
         return y
 
-    def _in_groups(self, z, weights, pairs):
+    def _in_groups(self, z, weights, pairs, group_size):
         store, slots, k = self._store, self._slots, weights.shape[-1]
         rows, flat = z.reshape(-1, z.shape[-1]), weights.reshape(-1)
         by_expert, many = slots.works_by_expert(flat.size), flat.size >= GROUP_FROM
         keys, held, done = self._keys(pairs.experts), 0, 0
         total, outputs = mx.zeros(rows.shape, mx.float32), []
-        group_size = self._group_size()
         # What is there stays until its turn, as far as that leaves room for two groups.
         there = [key for key in keys if store.has(key)]
         for key in there[: max(len(store.pool) - 2 * group_size, 0)]:
