@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, required=True, help="for the checkpoints; takes 14 GB")
+    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints of 14 GB")
     parser.add_argument("--shape", choices=["many", "large"], action="append", help="default: both")
     parser.add_argument("--moe-layers", type=int, default=0, help="instead of the shape's own")
     parser.add_argument("--tokens", type=int, action="append", help="prompt; default 64 and 256")
