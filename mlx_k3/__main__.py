@@ -1,5 +1,5 @@
 """``python -m mlx_k3`` is the ``mlx-k3`` command."""
 
-from .cli import main
+from .cli import entry
 
-main()
+entry()

@@ -13,6 +13,7 @@ cache (as root), and with an empty pool.
 
 import argparse
 import json
+import mmap
 import os
 import platform
 import time
@@ -140,7 +141,8 @@ def bare_reader(experts: ExpertExtents, count: int = 160) -> float:
     keys = [(int(rng.choice(layers)), 0) for _ in range(count)]
     keys = [(layer, int(rng.integers(experts.count(layer)))) for layer, _ in keys]
     runs = [run for key in keys for run in merge(experts.extents(*key))]
-    fds = {path: os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0)) for path, *_ in runs}
+    flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0)
+    fds = {path: os.open(path, flags) for path in {run.path for run in runs}}
 
     def read(run) -> int:
         buffer = buffers.pop()
@@ -150,8 +152,6 @@ def bare_reader(experts: ExpertExtents, count: int = 160) -> float:
         return n
 
     largest = max(run.nbytes for run in runs) + 2 * ALIGNMENT
-    import mmap
-
     buffers = [memoryview(mmap.mmap(-1, largest)) for _ in range(THREADS)]
     for buffer in buffers:
         buffer[:: mmap.PAGESIZE] = bytes(len(buffer[:: mmap.PAGESIZE]))

@@ -132,7 +132,7 @@ def test_ctrl_c_exits_with_130_and_can_be_continued(big, wanted, tmp_path):
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
-    assert process.returncode == 130 and "Traceback" not in err
+    assert process.returncode == 130 and "Traceback" not in err, err
     assert (out / journal.NAME).exists() and not (out / "config.json").exists()
     subprocess.run(command(big, out), check=True, stdout=subprocess.DEVNULL)
     assert contents(out) == wanted

@@ -28,8 +28,22 @@ app = typer.Typer(
 )
 
 
+def entry() -> None:
+    """Entry point of the console script and of ``python -m mlx_k3``."""
+    try:
+        main()
+    except SystemExit as e:
+        if e.code != 130:
+            raise
+        # At once: taking the interpreter down while threads of MLX still work can abort it, and
+        # everything that must be kept is on the disk already.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)
+
+
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command; ends in SystemExit with the exit code."""
     try:
         app()
     except K3Error as e:
