@@ -1,0 +1,1 @@
+"""Training the whole family: optimizer, load balance, quantization awareness, trainer."""
