@@ -3,8 +3,9 @@
 Owns the rule by which a weight becomes the release's bytes (OCP Microscaling, version 1.0): 32
 numbers share a power of two, which puts the largest of them between 4 and 8 (MXFP4) or 256 and
 512 (MXFP8), and each number goes to the nearest value of its format, a tie to the even code; what
-lies beyond the largest value becomes that. ``mx.quantize`` chooses another power of two for groups
-whose largest number is above 6, and breaks ties otherwise. Knows nothing of models.
+lies beyond the largest value becomes that. ``mx.quantize`` takes the next power of two for groups
+whose largest number would lie above 6 here, and on a CPU sends ties towards zero. Knows nothing of
+models.
 """
 
 import mlx.core as mx
