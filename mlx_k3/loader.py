@@ -69,7 +69,8 @@ def load(
             slower.
 
     Returns:
-        The model and its tokenizer, None where the folder has no tokenizer files.
+        The model and its tokenizer, None where the folder has no tokenizer files. ``model.plan``
+        is the :class:`~.experts.budget.MemoryPlan`.
 
     Raises:
         CheckpointError: a file is missing, damaged, of another length than its header says, or
@@ -94,7 +95,7 @@ def load(
         prefetch=prefetch,
         levers=levers,
     )
-    model.prompt_tokens = plan.prompt_tokens
+    model.plan, model.prompt_tokens = plan, plan.prompt_tokens
     if plan.expanded_bytes:
         for layer in model.config.moe_layers:
             bank = model.layers[layer].mlp.switch_mlp

@@ -31,14 +31,15 @@ ALLOWED = {
     "chat": {"loader", "models", "config", "experts.usage"},
     "media": {"config"},
     "nano": {"convert"},
+    "evaluation": {"tasks", "chat", "models", "config"},
     "training": {"loader", "models", "kernels", "config", "chat", "nano"},
     "server": {"loader", "chat", "media", "config"},
-    "cli": {"server", "chat", "convert", "training", "loader"}
+    "cli": {"server", "chat", "convert", "evaluation", "training", "loader"}
     | {"blas", "checkpoint", "config", "experts", "kernels", "nano"},
 }
 # These never load MLX, so that commands which need no arithmetic answer at once.
 WITHOUT_MLX = {"blas", "checkpoint", "config", "errors", "nano", "units", "version"}
-WITH_MLX_LM = {"chat", "loader", "models", "server"}
+WITH_MLX_LM = {"chat", "evaluation", "loader", "models", "server"}
 
 
 def _modules() -> dict[str, Path]:

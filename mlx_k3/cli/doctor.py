@@ -21,6 +21,7 @@ from .. import blas, nano
 from ..errors import K3Error
 from ..units import format_bytes
 from ..version import __version__
+from . import loading
 
 # Largest accepted error of the self check, relative to the largest logit, in float32.
 TOLERANCE = 1e-4
@@ -156,7 +157,7 @@ def _expert_reads() -> Fact:
     from ..experts.reader import ExpertReader
 
     try:
-        file = nano.converted() / "config.json"
+        file = loading.bundled_model() / "config.json"
         with ExpertReader(threads=1) as reader:
             mode = reader.mode(str(file))
     except K3Error:  # The self check tells what is wrong.
@@ -193,7 +194,7 @@ def _bundled_model_error() -> float:
     from ..loader import load
 
     expected = mx.load(str(nano.EXPECTED))
-    model, _ = load(nano.converted(), dtype="float32")
+    model, _ = load(loading.bundled_model(), dtype="float32")
     difference = mx.abs(model(expected["ids"])[:, -1] - expected["last_logits"])
     return (difference.max() / mx.abs(expected["last_logits"]).max()).item()
 

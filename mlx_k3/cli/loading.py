@@ -17,6 +17,7 @@ from .. import nano
 from ..config import K3Config
 from ..errors import K3Error
 from ..units import format_bytes, parse_bytes, parse_tokens
+from .convert import progress_bar
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -197,7 +198,16 @@ def model_folder(given: Path | None) -> Path:
     if given is not None:
         return given
     note("no MODEL given: this is the bundled nano model, see --help")
-    return nano.converted()
+    return bundled_model()
+
+
+def bundled_model() -> Path:
+    """The bundled model's folder. The first time, it is converted under a bar."""
+    if nano.is_converted():
+        return nano.converted()
+    note("preparing the bundled model, this once")
+    with progress_bar() as advance:
+        return nano.converted(advance)
 
 
 def _plan(

@@ -7,9 +7,13 @@ import hashlib
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from ..errors import K3Error
 from ..version import __version__
+
+Progress = Callable[[int, int, str], None]
 
 _HERE = Path(__file__).resolve().parent
 EXPECTED = _HERE / "expected.safetensors"
@@ -21,20 +25,35 @@ def path() -> Path:
     return _HERE / "model"
 
 
-def converted() -> Path:
+def is_converted() -> bool:
+    """Whether :func:`converted` has nothing left to do."""
+    return _folder().is_dir()
+
+
+def converted(progress: Progress | None = None) -> Path:
     """The checkpoint as an MLX package, converted on the first call and kept in the user's cache.
 
     A command without a model uses it: ``load(nano.converted())``. The trunk stays bfloat16.
+    ``progress`` is called with bytes done, bytes in all and the file.
+
+    Raises:
+        K3Error: the cache cannot be written.
     """
     from ..convert.stream import convert
 
-    folder = cache_folder() / f"nano-{_key()}"
+    folder = _folder()
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".nano-") as scratch:
-            convert(path(), Path(scratch) / "model", trunk="bf16")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix=".nano-")
+        except OSError as e:
+            raise K3Error(
+                f"{folder.parent}: {e.strerror}; the bundled model is converted into this folder"
+            ) from None
+        with scratch as name:
+            convert(path(), Path(name) / "model", trunk="bf16", progress=progress)
             try:
-                os.rename(Path(scratch) / "model", folder)
+                os.rename(Path(name) / "model", folder)
             except OSError:
                 if not folder.is_dir():  # Else another process was faster: the same bytes.
                     raise
@@ -46,6 +65,10 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlx-k3"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-k3"
+
+
+def _folder() -> Path:
+    return cache_folder() / f"nano-{_key()}"
 
 
 def _key() -> str:
