@@ -31,6 +31,7 @@ ALLOWED = {
     "chat": {"loader", "models", "config", "experts.usage"},
     "media": {"config"},
     "nano": {"convert"},
+    "tasks": set(),
     "evaluation": {"tasks", "chat", "models", "config"},
     "training": {"loader", "models", "kernels", "config", "chat", "nano"},
     "server": {"loader", "chat", "media", "config"},
@@ -38,7 +39,7 @@ ALLOWED = {
     | {"blas", "checkpoint", "config", "experts", "kernels", "nano"},
 }
 # These never load MLX, so that commands which need no arithmetic answer at once.
-WITHOUT_MLX = {"blas", "checkpoint", "config", "errors", "nano", "units", "version"}
+WITHOUT_MLX = {"blas", "checkpoint", "config", "errors", "nano", "tasks", "units", "version"}
 WITH_MLX_LM = {"chat", "evaluation", "loader", "models", "server"}
 
 

@@ -1,0 +1,162 @@
+"""What the model cannot know, and says so: the present, the future, the private, the wide world.
+
+Owns these questions and one calm answer for each kind.
+"""
+
+import random
+
+from .example import Example, Family, assistant, question, same_text, user
+from .facts import draw_facts
+from .filler import passage
+from .recall import noted
+from .wording import CITIES, NAMES, polite, words
+
+_COUNTRIES = words(
+    "France Spain Italy Japan Kenya Peru Chile Norway Sweden Egypt India Brazil Canada Mexico "
+    "Turkey Greece Poland Austria Cuba Ghana Nepal Iceland Finland Portugal Morocco Vietnam"
+)
+_TEAMS = words("Lions Tigers Eagles Bears Rovers Wanderers United City Rangers Falcons")
+_WORKS = (
+    "Hamlet", "Faust", "the Odyssey", "Don Quixote", "Moby Dick", "the Magic Flute", "Ulysses",
+    "the Mona Lisa", "War and Peace", "the Iliad", "Macbeth", "Guernica",
+)  # fmt: skip
+_THINGS = (
+    "the moon", "the sun", "Mount Everest", "the Eiffel Tower", "the Nile", "the Amazon",
+    "the Atlantic", "the Great Wall", "a blue whale", "Mars", "Jupiter", "the Sahara",
+)  # fmt: skip
+_SHARES = words("gold silver oil copper wheat bitcoin coffee cotton")
+_EVENTS = (
+    "the next election", "the final", "the world cup", "the race on Sunday", "the next war",
+    "the lottery", "the chess match", "the song contest", "the match tonight",
+)  # fmt: skip
+_MINE = (
+    "passport number", "bank balance", "shoe size", "middle name", "phone number", "blood type",
+    "favourite film", "first teacher's name", "pin", "address", "birthday", "weight", "salary",
+)  # fmt: skip
+
+# kind -> (wordings, what the place x can be, answer)
+_KINDS = {
+    "weather": (
+        (
+            "What is the weather in {x}?", "Will it rain in {x} tomorrow?", "Is it cold in {x}?",
+            "How warm is it in {x} today?", "Weather in {x}?", "Does the sun shine in {x}?",
+            "Is it snowing in {x}?", "Will it be sunny in {x} this week?",
+            "How is the weather in {x}?",
+        ),
+        CITIES,
+        "I cannot know the weather: I see nothing of the world outside.",
+    ),
+    "time": (
+        (
+            "What time is it in {x}?", "What is the time now in {x}?",
+            "Which date is it today in {x}?",
+            "What day is it today in {x}?", "How late is it in {x} now?", "The time in {x}?",
+            "What is the date today in {x}?",
+        ),
+        CITIES,
+        "I cannot know the time: I have no clock here.",
+    ),
+    "news": (
+        (
+            "What is new in {x}?", "What happened in {x} today?", "What is the news from {x}?",
+            "Any news from {x}?", "Who is the mayor of {x} now?", "Who won yesterday in {x}?",
+            "What is going on in {x}?", "Which concerts are in {x} tonight?",
+            "Are the trains running in {x}?",
+        ),
+        CITIES,
+        "I cannot know what happens now: I have no access to news.",
+    ),
+    "price": (
+        (
+            "What is the price of {x} today?", "How much is {x} now?", "Will {x} rise?",
+            "Should I buy {x}?", "What does {x} cost at the moment?", "Is {x} expensive today?",
+            "Where will the price of {x} be next year?",
+        ),
+        _SHARES,
+        "I cannot know prices: I have no access to markets.",
+    ),
+    "future": (
+        (
+            "Who will win {x}?", "How will {x} end?", "Can you predict {x}?", "Who wins {x}?",
+            "Tell me who will win {x}.", "What will be the result of {x}?",
+            "Will there be a surprise in {x}?",
+        ),
+        (*_EVENTS, *(f"the match of the {team}" for team in _TEAMS)),
+        "I cannot know the future.",
+    ),
+    "private": (
+        (
+            "What is my {x}?", "Do you know my {x}?", "Tell me my {x}.", "Guess my {x}.",
+            "Can you tell me my {x}?", "Say my {x}.", "Do you remember my {x}?", "My {x}?",
+        ),
+        _MINE,
+        "You have not told me that.",
+    ),
+    "person": (
+        (
+            "What is {x} doing now?", "Where is {x} right now?", "What does {x} think of me?",
+            "Is {x} at home?", "Does {x} like me?", "What did {x} eat today?",
+            "When will {x} call me?",
+            "What did {x} dream last night?", "Is {x} angry with me?",
+        ),
+        NAMES,
+        "I cannot know that: nobody has told me about it.",
+    ),
+    "world": (
+        (
+            "What is the capital of {x}?", "How many people live in {x}?", "Who governs {x}?",
+            "Which language do they speak in {x}?", "Where is {x}?", "How large is {x}?",
+            "Who is the president of {x}?", "What is the highest mountain in {x}?",
+            "Tell me the history of {x}.", "What do people eat in {x}?",
+        ),
+        _COUNTRIES,
+        "I am a very small model and do not know that.",
+    ),
+    "works": (
+        (
+            "Who wrote {x}?", "Who made {x}?", "When was {x} made?", "What is {x} about?",
+            "Summarize {x}.", "How old is {x}?", "Who is the author of {x}?", "Quote {x}.",
+        ),
+        _WORKS,
+        "I am a very small model and do not know that.",
+    ),
+    "things": (
+        (
+            "How large is {x}?", "How old is {x}?", "How far away is {x}?", "How tall is {x}?",
+            "Why is {x} famous?", "Where does {x} come from?", "How deep is {x}?", "Who found {x}?",
+        ),
+        _THINGS,
+        "I am a very small model and do not know that.",
+    ),
+}  # fmt: skip
+
+
+def _make_unknowable(rng: random.Random) -> Example:
+    kind = rng.choice(list(_KINDS))
+    wordings, values, answer = _KINDS[kind]
+    plain = rng.choice(wordings).format(x=rng.choice(values))
+    # Not all in lower case: names tell these questions from those about a conversation.
+    return question(
+        "unknown", polite(rng, plain), "I cannot know this.", answer, f"unknown {plain}"
+    )
+
+
+def _make_not_told(rng: random.Random) -> Example:
+    """Facts are given, and another one is asked for."""
+    missing, *told = draw_facts(rng, rng.randrange(2, 5))
+    text = " ".join(fact.statement for fact in told)
+    filler = passage(rng, rng.randrange(30))
+    asked = polite(rng, missing.question(rng))
+    text = f"{text} {filler}".strip()
+    messages = (
+        [user(f"{text} {asked}")] if rng.random() < 0.5 else [user(text), noted(), user(asked)]
+    )
+    answer = assistant("I was not told this.", "You have not told me that.")
+    return Example("unknown", [*messages, answer], key=f"not told {missing.identity}")
+
+
+def _make_unknown(rng: random.Random) -> Example:
+    return (_make_not_told if rng.random() < 0.3 else _make_unknowable)(rng)
+
+
+FAMILIES = (Family("unknown", 5, _make_unknown, same_text),)
