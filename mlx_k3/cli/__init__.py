@@ -13,10 +13,12 @@ from ..errors import K3Error
 from .chat import chat
 from .convert import convert
 from .doctor import doctor
+from .eval import evaluate
 from .generate import generate
 from .inspect import inspect
 from .plan import plan
 from .trace import trace
+from .train import train
 from .verify import verify
 
 app = typer.Typer(
@@ -67,8 +69,10 @@ def main() -> None:
 app.command()(chat)
 app.command()(convert)
 app.command()(doctor)
+app.command("eval")(evaluate)
 app.command()(generate)
 app.command()(inspect)
 app.command()(plan)
 app.command()(trace)
+app.command()(train)
 app.command()(verify)

@@ -5,6 +5,7 @@ many prompts are read once for all of them, and a conversation that goes on cont
 cache. Knows nothing of what is asked or which answer is right.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -125,11 +126,12 @@ class Batch:
 
     def _insert(self) -> None:
         """Hand over who waits, similar lengths beside each other: the longest pads the others."""
+        if not self._waiting:
+            return
+        self._read_settings()
         waiting = [(name, p, self._already_read(name, p)) for name, p in self._waiting]
         waiting.sort(key=lambda entry: len(entry[1].ids) - len(entry[2].ids))
         self._waiting.clear()
-        if not waiting:
-            return
         uids = self._generator.insert(
             [p.ids[len(read.ids) :] for _, p, read in waiting],
             caches=[read.cache for _, _, read in waiting],
@@ -138,20 +140,22 @@ class Batch:
             parser = ReplyParser(self._table, "think" if p.thinking else "response")
             self._open[uid] = _Open(name, parser, [])
 
+    def _read_settings(self) -> None:
+        """Read what several of those who wait begin with."""
+        beginnings = Counter(tuple(p.ids[: p.settings]) for _, p in self._waiting if p.settings)
+        for ids, count in beginnings.items():
+            if count > 1 and ids not in self._settings:
+                cache = self._model.make_cache()
+                self._model(mx.array(ids)[None], cache=cache)
+                mx.eval([layer.state for layer in cache])
+                self._settings[ids] = _Read(list(ids), cache)
+
     def _already_read(self, name: Hashable, prompt: Prompt) -> _Read:
         """The most that is in a cache of how ``prompt`` begins. Its last token never is."""
         before = self._conversations.pop(name, _NOTHING)
         if before.cache is not None and prompt.ids[: len(before.ids)] == before.ids:
             return before
-        head = prompt.ids[: prompt.settings]
-        if not head:
-            return _NOTHING
-        if tuple(head) not in self._settings:
-            cache = self._model.make_cache()
-            self._model(mx.array(head)[None], cache=cache)
-            mx.eval([layer.state for layer in cache])
-            self._settings[tuple(head)] = _Read(head, cache)
-        return self._settings[tuple(head)]
+        return self._settings.get(tuple(prompt.ids[: prompt.settings]), _NOTHING)
 
     def _take(self, response: GenerationBatch.Response) -> Answer | None:
         """One more token; the answer if it was the last."""
