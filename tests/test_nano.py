@@ -62,6 +62,8 @@ def test_a_command_without_a_model_uses_it(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["mlx-k3", *arguments, "--no-thinking"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    main()
+    with pytest.raises(SystemExit) as end:
+        main()
     out, err = capsys.readouterr()
+    assert not end.value.code
     assert out.strip() and "no MODEL given" in err

@@ -156,20 +156,14 @@ def measure(
     # In groups whose lengths are within a factor of two: the longest decides how many fit at once.
     for _, group in groupby(by_length, key=lambda name: len(prompts[name].ids).bit_length()):
         names = list(group)
-        longest = len(prompts[names[-1]].ids) + max_tokens
-        batch = Batch(
-            model,
-            tokenizer,
-            max_tokens=max_tokens,
-            at_once=at_once(longest),
-            pass_tokens=pass_tokens,
-        )
+        together = at_once(len(prompts[names[-1]].ids) + max_tokens)
+        how = {"max_tokens": max_tokens, "at_once": together, "pass_tokens": pass_tokens}
+        batch = Batch(model, tokenizer, **how)
         for name in names:
             batch.ask(name, prompts[name])
         for name, answer in batch.answers():
-            item = asked[name]
-            if item.hear(answer):
-                batch.ask(name, _prompt(tokenizer, item, thinking))
+            if asked[name].hear(answer):
+                batch.ask(name, _prompt(tokenizer, asked[name], thinking))
             else:
                 progress()
     return _result(families, list(asked.values()))
