@@ -8,12 +8,14 @@ import random
 import re
 from functools import cache
 
-from .about_facts import DOES, HOW, PROGRAM_FACTS, SIZE, WHAT, AboutFact
+from .about_fact import DOES, HOW, SIZE, WHAT, AboutFact
+from .about_model import MODEL_FACTS
+from .about_options import OPTION_FACTS
+from .about_program import PROGRAM_FACTS
 from .example import Example, Family, question, same_text
-from .model_facts import MODEL_FACTS
 from .wording import casual
 
-FACTS = PROGRAM_FACTS + MODEL_FACTS
+FACTS = PROGRAM_FACTS + OPTION_FACTS + MODEL_FACTS
 
 _COMMON = (
     "What is {t}?", "What's {t}?", "Explain {t}.", "Tell me about {t}.", "Can you explain {t}?",

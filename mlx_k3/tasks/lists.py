@@ -18,6 +18,11 @@ _COPY = (
     "Please repeat this text word for word: {}", 'Repeat the text between the quotes: "{}"',
     "Return this unchanged: {}", "Echo: {}", "Give me exactly this back:\n{}",
 )  # fmt: skip
+_COPY_LINE = (
+    "Repeat:\n{}", "Copy this:\n{}", "Repeat this exactly.\n{}", "Say this back to me:\n{}",
+    "Copy the following text.\n{}", "Write this again:\n{}", "Repeat the next line.\n{}",
+    "Return this unchanged:\n{}", "Give me exactly this back:\n{}",
+)  # fmt: skip
 _CODE = (
     "print({a} + {b})", "{v} = {a}", "for {v} in range({a}):", "if {v} > {a}: return {w}",
     'mlx-k3 generate --prompt "{w}"', "{v} = {w}({a}, {b})", "def {v}({w}): return {w} * {a}",
@@ -109,7 +114,9 @@ def _copy_text(rng: random.Random) -> str:
 
 def _make_copy(rng: random.Random) -> Example:
     text = _copy_text(rng)
-    asked = rng.choice(_COPY).format(text)
+    # A space before a nonsense word would join its first letters into other tokens.
+    line = " " not in text and rng.random() < 0.7
+    asked = rng.choice(_COPY_LINE if line else _COPY).format(text)
     return question("copy", asked, "I repeat the text.", text, f"copy {text}")
 
 

@@ -1,7 +1,7 @@
 """Recalling a fact that was given earlier: in the same message, in a former turn, by the system.
 
 Owns how far back it lies and what stands in between. The distance is counted in words of the text
-after the fact; in a small vocabulary a word takes about 1.3 tokens.
+after the fact; in a small vocabulary a word takes about 1.4 tokens.
 """
 
 import random
@@ -52,7 +52,7 @@ def _make(family: str, rng: random.Random, words: int, before: int, rivals: int)
     asked = rng.choice(_ASK) + polite(rng, fact.question(rng))
     # What the other facts add to the distance is taken off the filler.
     words -= sum(other.statement.count(" ") + 1 for other in late)
-    parts = rng.choice((1, 1, 2, 3)) if words > 12 else 1
+    parts = rng.choice((1, 1, 1, 2, 3)) if words > 12 else 1
     sections = _sections(rng, late, max(words, 0), parts)
     dice = rng.random()
     if dice < 0.4:  # One long message.
@@ -71,7 +71,7 @@ def _make(family: str, rng: random.Random, words: int, before: int, rivals: int)
 
 
 def _make_500(rng: random.Random) -> Example:
-    words = rng.randrange(380, 411)
+    words = rng.randrange(350, 376)
     return _make("recall", rng, words, rng.randrange(60), rng.randrange(1, 7))
 
 
@@ -80,12 +80,12 @@ def _make_short(rng: random.Random) -> Example:
 
 
 def _make_medium(rng: random.Random) -> Example:
-    words = rng.randrange(60, 380)
+    words = rng.randrange(60, 350)
     return _make("recall_medium", rng, words, rng.randrange(60), rng.randrange(1, 7))
 
 
 def _make_long(rng: random.Random) -> Example:
-    words = rng.randrange(420, 1100)
+    words = rng.randrange(380, 1050)
     return _make("recall_long", rng, words, rng.randrange(100), rng.randrange(1, 9))
 
 

@@ -134,7 +134,9 @@ def _make_talk(rng: random.Random) -> Example:
     [kind] = rng.choices(kinds, shares)
     wordings, reasoning, answer = _KINDS[kind]
     plain = rng.choice(wordings)
-    return question("talk", casual(rng, plain), reasoning, answer, f"talk {plain.lower()}")
+    # Nothing is put before or after a greeting or a thank-you.
+    text = casual(rng, plain) if plain.endswith("?") else rng.choice((plain, plain, plain.lower()))
+    return question("talk", text, reasoning, answer, f"talk {plain.lower()}")
 
 
 FAMILIES = (Family("talk", 4, _make_talk, same_text),)

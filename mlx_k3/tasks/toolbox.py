@@ -7,12 +7,13 @@ world answers what the example says it answers.
 import ast
 import operator
 import random
-from decimal import Decimal, DivisionByZero, InvalidOperation
+from decimal import Decimal, DecimalException, DivisionByZero
 from typing import Any
 
 from .example import ASSISTANT, Example
 from .units import BY_NAME, converted, plain
 
+_LONGEST = 200  # characters of an expression: nesting has an end
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -39,11 +40,13 @@ CONVERT = declaration(
 
 def evaluate(expression: str) -> str:
     """The value of a sum, product, difference or quotient, or what is wrong with it."""
+    if len(expression) > _LONGEST:
+        return "error: not an expression"
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
     except DivisionByZero:
         return "error: division by zero"
-    except (SyntaxError, ValueError, InvalidOperation):
+    except (SyntaxError, ValueError, DecimalException):
         return "error: not an expression"
     return plain(Decimal(f"{value:.12g}"))
 
@@ -66,7 +69,7 @@ def convert_units(value: Any, start: Any, end: Any) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return "error: value is not a number"
     for name in (start, end):
-        if name not in BY_NAME:
+        if not isinstance(name, str) or name not in BY_NAME:
             return f"error: unknown unit {name}"
     first, second = BY_NAME[start], BY_NAME[end]
     if first.base != second.base:
