@@ -16,6 +16,8 @@ class KimiDeltaAttention(nn.Module):
     by side, and the state ``[B, H, D, D]``.
     """
 
+    recurrence = staticmethod(kda)
+
     def __init__(self, config: K3Config):
         super().__init__()
         hidden, H, D = config.hidden_size, config.kda_num_heads, config.kda_head_dim
@@ -48,7 +50,7 @@ class KimiDeltaAttention(nn.Module):
         qkv, conv_state = short_conv(self.qkv_proj(x), self.qkv_conv, conv_state, mask, lengths)
         qkv = qkv.reshape(B, T, 3, self.num_heads, self.head_dim)
         qk = l2norm(qkv[:, :, :2])
-        output, state = kda(
+        output, state = self.recurrence(
             qk[:, :, 0] * self.head_dim**-0.5,
             qk[:, :, 1],
             qkv[:, :, 2],

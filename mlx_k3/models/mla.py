@@ -103,8 +103,9 @@ class KimiMLAAttention(nn.Module):
         if mask is not None:
             lowest = mx.array(mx.finfo(rope_scores.dtype).min, rope_scores.dtype)
             rope_scores = mx.where(mask, rope_scores, lowest)
-        if mx.default_device() == mx.cpu:
-            # What MLX does there too, but for its softmax, which is slow.
+        if self.training or mx.default_device() == mx.cpu:
+            # On a CPU, what MLX does there too, but for its softmax, which is slow; in training,
+            # because the mask's gradient is half of the keys'.
             scores = (q * self.scale) @ k.swapaxes(-1, -2) + rope_scores
             return softmax(scores.astype(mx.float32)).astype(v.dtype) @ v
         return scaled_dot_product_attention(q, k, v, cache=None, scale=self.scale, mask=rope_scores)

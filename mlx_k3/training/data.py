@@ -1,0 +1,194 @@
+"""Conversations as batches of token ids, the same for a seed whatever makes them.
+
+Conversations are made in chunks by other processes. Within a chunk they are sorted by length into
+few shapes, each conversation alone in its row: a row's state begins empty, as in use. What
+follows it in its row is another conversation's beginning, which counts for nothing; routers see
+ordinary text there instead of padding.
+"""
+
+import multiprocessing
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..chat import xtml
+from ..chat.tokenizer import load_tokenizer
+from ..tasks import FAMILIES, Example, example, training_examples
+
+_AHEAD = 2  # chunks' worth of conversations that may be made before they are used
+_PART = 256  # conversations a process makes at a time
+_SEEDS = 1 << 32  # parts of a stream; another stream's seed begins after them
+
+
+class Batch(NamedTuple):
+    """``ids [B, T + 1]`` int32, and ``weights [B, T]`` float32 of predicting the next id."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+
+
+class Tokens(NamedTuple):
+    """A conversation: ids ``[n]`` and which of them the model has to predict ``[n]``."""
+
+    ids: np.ndarray
+    predicted: np.ndarray
+
+
+class Position(NamedTuple):
+    """Where in the stream a batch lies."""
+
+    chunk: int
+    batch: int
+
+
+def tokenize(example: Example, tokenizer: Any) -> Tokens:
+    """A conversation's ids. Answers are to be predicted, from where a prompt ends."""
+    rendered = xtml.render(
+        example.messages,
+        tools=example.tools,
+        thinking=example.thinking,
+        thinking_effort=example.thinking_effort,
+        response_format=example.response_format,
+        add_generation_prompt=False,
+    )
+    given = len(xtml.reply_opening(example.thinking))
+    ids: list[int] = []
+    predicted: list[bool] = []
+
+    def add(segments: list[xtml.Segment], predict: bool) -> None:
+        new = xtml.encode(segments, tokenizer)
+        ids.extend(new)
+        predicted.extend([predict] * len(new))
+
+    add(rendered.head, False)
+    last = len(rendered.messages) - 1
+    # Results of tools may have changed places, so who speaks is read off the layout.
+    for i, segments in enumerate(rendered.messages):
+        if i == last:
+            add(rendered.tail, False)
+        answer = segments[:given] == xtml.reply_opening(example.thinking)
+        add(segments[: given if answer else None], False)
+        if answer:
+            add(segments[given:], True)
+    return Tokens(np.array(ids, np.int32), np.array(predicted))
+
+
+def batches(
+    conversations: list[Tokens], lengths: tuple[int, ...], tokens_per_batch: int, seed: int
+) -> list[Batch]:
+    """Batches of about ``tokens_per_batch`` in a random order; conversations too long are left out.
+
+    Rows that fill up the last batch of a length count for nothing.
+    """
+    made = []
+    shorter = 0
+    for length in lengths:
+        rows = [c for c in conversations if shorter < len(c.ids) - 1 <= length]
+        shorter = length
+        size = max(tokens_per_batch // length, 1)
+        for start in range(0, len(rows), size):
+            made.append(_batch(rows[start : start + size], length, size))
+    random.Random(seed).shuffle(made)
+    return made
+
+
+def _batch(rows: list[Tokens], length: int, size: int) -> Batch:
+    ids = np.zeros((size, length + 1), np.int32)
+    weights = np.zeros((size, length), np.float32)
+    for i in range(size):
+        own = rows[i % len(rows)]
+        text, j = own.ids, i
+        while len(text) <= length:
+            j += 1
+            text = np.concatenate([text, rows[j % len(rows)].ids])
+        ids[i] = text[: length + 1]
+        if i < len(rows):
+            weights[i, : len(own.ids) - 1] = own.predicted[1:]
+    return Batch(ids, weights)
+
+
+class BatchStream:
+    """An endless stream of batches that can begin at any position.
+
+    >>> with BatchStream(folder, config, start=Position(0, 0)) as stream:
+    ...     for position, batch in stream: ...
+
+    ``folder`` holds a converted tokenizer; a batch's ``position`` is that of the one after it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lengths: tuple[int, ...],
+        tokens_per_batch: int,
+        conversations_per_chunk: int,
+        seed: int,
+        workers: int = 1,
+        start: Position = Position(0, 0),
+        held_out: bool = False,
+    ):
+        self._lengths, self._tokens = lengths, tokens_per_batch
+        self._parts = -(-conversations_per_chunk // _PART)
+        self._seed, self._start, self._held_out = seed, start, held_out
+        # Spawned: a forked process would share MLX's threads and locks.
+        context = multiprocessing.get_context("spawn")
+        self._pool = context.Pool(workers, _load, (str(folder),))
+
+    def __enter__(self) -> "BatchStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.terminate()
+        self._pool.join()
+
+    def __iter__(self) -> Iterator[tuple[Position, Batch]]:
+        chunk, skip = self._start
+        pending = [self._make(chunk + i) for i in range(_AHEAD)]
+        while True:
+            pending.append(self._make(chunk + _AHEAD))
+            conversations = [c for part in pending.pop(0) for c in part.get()]
+            made = batches(conversations, self._lengths, self._tokens, self._seed + chunk)
+            for i, batch in enumerate(made[skip:], start=skip + 1):
+                yield (Position(chunk, i) if i < len(made) else Position(chunk + 1, 0)), batch
+            chunk, skip = chunk + 1, 0
+
+    def _make(self, chunk: int) -> list[Any]:
+        """Begin to make a chunk's conversations."""
+        first = self._seed * _SEEDS + chunk * self._parts
+        seeds = range(first, first + self._parts)
+        return [self._pool.apply_async(_make, (seed, self._held_out)) for seed in seeds]
+
+
+class CachedTokenizer:
+    """A tokenizer that remembers: the format's own words come again in every conversation."""
+
+    def __init__(self, tokenizer: Any):
+        self.encode = lru_cache(1 << 16)(tokenizer.encode)
+        self.convert_tokens_to_ids = lru_cache(512)(tokenizer.convert_tokens_to_ids)
+
+
+_tokenizer: CachedTokenizer
+
+
+def _load(folder: str) -> None:
+    global _tokenizer
+    _tokenizer = CachedTokenizer(load_tokenizer(Path(folder)))
+
+
+def _make(seed: int, held_out: bool) -> list[Tokens]:
+    made = held_out_examples(seed) if held_out else training_examples(seed)
+    return [tokenize(example, _tokenizer) for example in islice(made, _PART)]
+
+
+def held_out_examples(seed: int) -> Iterator[Example]:
+    """Examples of items that training never sees, families in training's proportions."""
+    rng = random.Random(seed)
+    names, weights = zip(*((f.name, f.weight) for f in FAMILIES.values()), strict=True)
+    while True:
+        yield example(rng.choices(names, weights)[0], rng, "held-out")

@@ -1,0 +1,152 @@
+"""A training run from its configuration to a checkpoint in release format.
+
+Owns the order of things: phases, logging, evaluation, checkpoints, and where a run continues.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..config import K3Config
+from ..convert.tokenizer import write_tokenizer
+from ..errors import K3Error
+from ..models.kimi import Model
+from . import checkpoints
+from .config import TrainConfig
+from .data import Batch, BatchStream, Position
+from .export import export
+from .initialize import new_model
+from .log import Log
+from .muon import make_optimizer
+from .precision import as_stored
+from .schedule import learning_rate
+from .step import State, cross_entropy, initial_state, make_step, place
+
+HELD_OUT_BATCHES = 4
+
+
+class Trainer:
+    """A run that can be stopped at any time and continues where its last checkpoint is."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        model_config = K3Config.from_file(config.model)
+        self._raw_config = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
+        self._run = _identity(config)
+        self._rate = learning_rate(config)
+        self.model = new_model(model_config, config.seed)
+        self._optimizer = make_optimizer(
+            model_config,
+            self._rate,
+            config.weight_decay,
+            config.optimizer,
+        )
+
+    def run(self, report: Callable[[dict[str, Any]], None] = lambda record: None) -> Path:
+        """Train to the end; returns the folder in release format.
+
+        ``report`` gets each line of the log: ``step``, ``loss``, ``tokens_per_second``, ...
+        """
+        config = self.config
+        state = initial_state(self.model, self._optimizer)
+        saved = checkpoints.latest(config.out / "checkpoints", self._run)
+        if saved is None:
+            saved = checkpoints.Saved(state, 0, Position(0, 0))
+        config.out.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            if not write_tokenizer(config.model, folder):
+                raise K3Error(f"{config.model} has no tiktoken.model; a run needs a vocabulary")
+            log = stack.enter_context(Log(config.out / "log.jsonl", saved.step, report))
+            held_out = self._held_out(folder)
+            stream = stack.enter_context(
+                self._stream(folder, config.seed, start=saved.position, workers=config.workers)
+            )
+            state = self._train(saved, stream, held_out, log)
+        return self._export(state)
+
+    def _train(
+        self, saved: checkpoints.Saved, stream: BatchStream, held_out: list[Batch], log: Log
+    ) -> State:
+        config, state = self.config, saved.state
+        first_quantized = int(config.steps * config.quantize_from)
+        steps = {q: make_step(self.model, self._optimizer, config, quantized=q) for q in (0, 1)}
+        folder = config.out / "checkpoints"
+        step, position = saved.step, saved.position
+        try:
+            for next_position, batch in islice(stream, config.steps - saved.step):
+                ids, weights = mx.array(batch.ids), mx.array(batch.weights)
+                state, metrics = steps[step >= first_quantized](state, ids, weights)
+                mx.async_eval(state, metrics)
+                step, position = step + 1, next_position
+                log.count(batch.ids.size)
+                last = step == config.steps
+                if step % config.log_every == 0 or last:
+                    record = {"step": step, "learning_rate": self._rate(mx.array(step - 1)).item()}
+                    record |= {name: value.item() for name, value in metrics._asdict().items()}
+                    if step % config.evaluate_every == 0 or last:
+                        record["held_out_loss"] = self._held_out_loss(state, held_out)
+                    log.write(record)
+                if step % config.checkpoint_every == 0 or last:
+                    checkpoints.save(folder, self._run, checkpoints.Saved(state, step, position))
+        except KeyboardInterrupt:
+            checkpoints.save(folder, self._run, checkpoints.Saved(state, step, position))
+            raise
+        return state
+
+    def _stream(self, folder: Path, seed: int, **options: Any) -> BatchStream:
+        config = self.config
+        return BatchStream(
+            folder,
+            lengths=config.lengths,
+            tokens_per_batch=config.tokens_per_batch,
+            conversations_per_chunk=config.conversations_per_chunk,
+            seed=seed,
+            **options,
+        )
+
+    def _held_out(self, folder: Path) -> list[Batch]:
+        """A few batches the run is not trained on: other conversations, of held-out items."""
+        with self._stream(folder, self.config.seed, held_out=True) as stream:
+            return [batch for _, batch in islice(stream, HELD_OUT_BATCHES)]
+
+    def _held_out_loss(self, state: State, batches: list[Batch]) -> float:
+        place(self.model, as_stored(state.parameters), state.biases)
+        losses = []
+        for batch in batches:
+            ids = mx.array(batch.ids)
+            logits = self.model(ids[:, :-1])
+            losses.append(cross_entropy(logits, ids[:, 1:], mx.array(batch.weights)))
+            mx.eval(losses)
+        return sum(loss.item() for loss in losses) / len(losses)
+
+    def _export(self, state: State) -> Path:
+        """The result in release format, with the tokenizer and other files of the model folder."""
+        out = self.config.out / "model"
+        shutil.rmtree(out, ignore_errors=True)
+        place(self.model, state.parameters, state.biases)
+        export(self.model, self._raw_config, out)
+        for path in self.config.model.iterdir():
+            if path.is_file() and not path.name.endswith((".safetensors", ".json.partial")):
+                target = out / path.name
+                if not target.exists():
+                    shutil.copyfile(path, target)
+        return out
+
+
+def _identity(config: TrainConfig) -> str:
+    """A digest of what decides a run's numbers; where it runs and what it logs does not."""
+    told = asdict(config)
+    for name in ("out", "workers", "log_every", "evaluate_every", "checkpoint_every"):
+        told.pop(name)
+    told["model"] = [(p.name, p.read_text()) for p in sorted(config.model.glob("*.json"))]
+    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
