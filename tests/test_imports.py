@@ -33,8 +33,8 @@ ALLOWED = {
     "nano": {"convert"},
     "tasks": set(),
     "evaluation": {"tasks", "chat", "models", "config"},
-    "training": {"loader", "models", "kernels", "config", "chat", "nano", "tasks"},
-    "training.vocabulary": {"convert.tokenizer"},
+    "training": {"loader", "models", "kernels", "config", "chat", "checkpoint", "tasks"}
+    | {"convert.tokenizer"},
     "server": {"loader", "chat", "media", "config"},
     "cli": {"server", "chat", "convert", "evaluation", "training", "loader"}
     | {"blas", "checkpoint", "config", "experts", "kernels", "nano"},

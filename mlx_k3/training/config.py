@@ -22,7 +22,7 @@ class TrainConfig:
     """Folder with ``config.json``, ``tiktoken.model`` and ``tokenizer_config.json``, as a release
     has them; what else lies there is copied to the result."""
     out: Path
-    """Folder of the run: checkpoints, ``log.jsonl``, and at the end ``model/`` in release format."""
+    """Folder of the run: checkpoints, ``log.jsonl``, at the end ``model/`` in release format."""
     steps: int
     tokens_per_batch: int = 32768
     lengths: tuple[int, ...] = (128, 256, 512, 1024)

@@ -46,6 +46,9 @@ class Position(NamedTuple):
     batch: int
 
 
+BEGINNING = Position(0, 0)
+
+
 def tokenize(example: Example, tokenizer: Any) -> Tokens:
     """A conversation's ids. Answers are to be predicted, from where a prompt ends."""
     rendered = xtml.render(
@@ -130,7 +133,7 @@ class BatchStream:
         conversations_per_chunk: int,
         seed: int,
         workers: int = 1,
-        start: Position = Position(0, 0),
+        start: Position = BEGINNING,
         held_out: bool = False,
     ):
         self._lengths, self._tokens = lengths, tokens_per_batch

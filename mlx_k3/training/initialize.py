@@ -12,8 +12,8 @@ from .kda import STRONGEST, bounded_kda
 from .router import RecordingGate
 
 EMBEDDING_STD = 0.5
-# Log decay a token of a fresh KDA channel, spread evenly in logarithm: memories of 1 to 1000 tokens.
-GENTLEST, STRONGEST = 1e-3, 1.0
+# Log decay a token of a fresh KDA channel, even in logarithm: memories of 1 to 1000 tokens.
+LEAST_DECAY, MOST_DECAY = 1e-3, 1.0
 
 
 def new_model(config: K3Config, seed: int) -> Model:
@@ -57,8 +57,8 @@ def _draw(name: str, shape: tuple[int, ...], config: K3Config, key: mx.array) ->
 
 
 def _gate_bias(uniform: mx.array, lower_bound: float | None) -> mx.array:
-    """``dt_bias`` for log decays between GENTLEST and STRONGEST when the projection is zero."""
-    decay = GENTLEST * mx.exp(uniform * math.log(STRONGEST / GENTLEST))
+    """``dt_bias`` for log decays between LEAST_DECAY and MOST_DECAY when the projection is zero."""
+    decay = LEAST_DECAY * mx.exp(uniform * math.log(MOST_DECAY / LEAST_DECAY))
     if lower_bound is None:
         return mx.log(mx.expm1(decay))
     share = decay / -lower_bound

@@ -19,7 +19,6 @@ import mlx.core as mx
 from ..config import K3Config
 from ..convert.tokenizer import write_tokenizer
 from ..errors import K3Error
-from ..models.kimi import Model
 from . import checkpoints
 from .config import TrainConfig
 from .data import Batch, BatchStream, Position
