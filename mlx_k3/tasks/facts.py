@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from .wording import CITIES, COLOURS, NAMES, WORDS, words
+from .wording import CITIES, COLOURS, NAMES, WORDS, made_up, name, words
 
 _RELATIONS = words(
     "sister brother mother father aunt uncle cousin grandmother grandfather boss teacher doctor "
@@ -102,11 +102,31 @@ def _time(rng: random.Random) -> str:
     return f"{rng.randrange(5, 24)}:{rng.randrange(0, 60, 5):02}"
 
 
+def _city(rng: random.Random) -> str:
+    return rng.choice(CITIES) if rng.random() < 0.8 else made_up(rng).capitalize()
+
+
+def _password(rng: random.Random) -> str:
+    return rng.choice(WORDS) if rng.random() < 0.6 else made_up(rng)
+
+
 KINDS = (
+    Kind(
+        "self",
+        {},
+        name,
+        "My name is {v}.",
+        "I was wrong: my name is {v}.",
+        (
+            "What is my name?", "Who am I?", "Do you remember my name?", "What am I called?",
+            "Do you know my name?", "Say my name.", "Tell me my name.", "What's my name?",
+        ),
+        answer="Your name is {v}.",
+    ),
     Kind(
         "relation",
         {"who": _RELATIONS},
-        _one_of(NAMES),
+        name,
         "My {who}'s name is {v}.",
         "I was wrong: my {who}'s name is {v}.",
         (
@@ -131,7 +151,7 @@ KINDS = (
     Kind(
         "password",
         {"door": _DOORS},
-        _one_of(WORDS),
+        _password,
         "The password of the {door} is {v}.",
         "The password of the {door} was changed: it is {v} now.",
         (
@@ -155,7 +175,7 @@ KINDS = (
     Kind(
         "home",
         {"name": NAMES},
-        _one_of(CITIES),
+        _city,
         "{name} lives in {v}.",
         "{name} has moved to {v}.",
         (
@@ -249,9 +269,13 @@ def draw_facts(rng: random.Random, count: int) -> list[Fact]:
     """``count`` facts that answer different questions; of few kinds, so that some are alike."""
     facts: dict[str, Fact] = {}
     kinds = rng.sample(KINDS, min(count, rng.randrange(1, 5)))
+    kinds.append(rng.choice(KINDS[1:]))  # The first kind has one question only.
     while len(facts) < count:
         kind = rng.choice(kinds)
-        about = {name: rng.choice(pool) for name, pool in kind.about.items()}
+        about = {
+            slot: name(rng) if pool is NAMES else rng.choice(pool)
+            for slot, pool in kind.about.items()
+        }
         fact = Fact(kind, about, kind.value(rng))
         facts.setdefault(fact.identity, fact)
     return list(facts.values())

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from .example import Example, Family, Reply, assistant, user
-from .wording import CITIES, COLOURS, NAMES, WORDS, words
+from .wording import CITIES, COLOURS, NAMES, WORDS, name, words
 
 _JOBS = words("baker painter teacher doctor farmer pilot nurse singer writer lawyer cook judge")
 _LEAD = (
@@ -59,7 +59,7 @@ def _listed(names: list[str]) -> str:
 
 def _make_json(rng: random.Random) -> Example:
     fields = rng.sample(list(_FIELDS), rng.randrange(1, 5))
-    record = {"name": rng.choice(NAMES), **{field: _value(rng, field) for field in fields}}
+    record = {"name": name(rng), **{field: _value(rng, field) for field in fields}}
     wanted = list(record)
     if len(wanted) > 2 and rng.random() < 0.4:
         wanted = rng.sample(wanted, rng.randrange(1, len(wanted)))

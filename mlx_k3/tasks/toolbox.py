@@ -100,14 +100,17 @@ def calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [call["function"] for call in calls]
 
 
-_PLACES = ("city", "place", "location", "town")
+_PLACES = ("city", "place", "location", "town", "where", "address")
+_PEOPLE = ("name", "person", "who", "contact", "full_name")
+_ITEMS = ("item", "product", "article", "thing", "goods")
+_VERBS = ("", "get_", "find_", "fetch_", "look_up_", "check_", "query_")
 _LOOKUPS = (
-    (("weather", "get_weather", "forecast"), "The weather of a place.", _PLACES),
-    (("population", "get_population", "inhabitants"), "How many people live there.", _PLACES),
-    (("phone_number", "find_phone", "phone_book"), "A person's phone number.", ("name", "person")),
-    (("birthday", "get_birthday", "find_birthday"), "A person's birthday.", ("name", "person")),
-    (("stock", "in_stock", "check_stock"), "How many of an item there are.", ("item", "product")),
-    (("price", "get_price", "price_of"), "What an item costs.", ("item", "product")),
+    (("weather", "forecast", "current_weather", "sky"), "The weather of a place.", _PLACES),
+    (("population", "inhabitants", "people_count"), "How many people live there.", _PLACES),
+    (("phone", "phone_number", "number_of"), "A person's phone number.", _PEOPLE),
+    (("birthday", "birth_date", "date_of_birth"), "A person's birthday.", _PEOPLE),
+    (("stock", "inventory", "items_left"), "How many of an item there are.", _ITEMS),
+    (("price", "cost", "price_of"), "What an item costs.", _ITEMS),
 )
 _OTHERS = (
     (("search", "web_search", "find_pages"), "Search the web.", {"query": "string"}),
@@ -127,8 +130,12 @@ _OTHERS = (
 
 def lookup(rng: random.Random, topic: int) -> dict[str, Any]:
     """A tool that looks something up by one string, under one of several names."""
-    names, description, parameters = _LOOKUPS[topic]
-    return declaration(rng.choice(names), description, {rng.choice(parameters): "string"})
+    nouns, description, parameters = _LOOKUPS[topic]
+    name = rng.choice(_VERBS) + rng.choice(nouns)
+    if rng.random() < 0.25:
+        head, *rest = name.split("_")
+        name = head + "".join(map(str.capitalize, rest))
+    return declaration(name, description, {rng.choice(parameters): "string"})
 
 
 def distractors(rng: random.Random, count: int) -> list[dict[str, Any]]:

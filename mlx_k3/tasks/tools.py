@@ -21,12 +21,18 @@ from .toolbox import (
     evaluate,
     lookup,
 )
-from .wording import CITIES, NAMES, polite, words
+from .wording import CITIES, name, polite, words
 
 _CALCULATE = (
     "What is {e}?", "Calculate {e}.", "{e}", "How much is {e}?", "Work out {e}.", "Compute {e}.",
     "Use the calculator: {e}", "{e} = ?", "I need the result of {e}.", "What does {e} give?",
 )  # fmt: skip
+_SIGNS = {
+    "+": ("+", "+", "plus"),
+    "-": ("-", "-", "minus"),
+    "*": ("*", "x", "times", "multiplied by"),
+    "/": ("/", "/", "divided by", "over"),
+}
 _TIME = (
     "What time is it?", "Tell me the time.", "How late is it?", "What is the time now?",
     "Do you know the time?", "What does the clock say?", "The time?", "Can you tell me the time?",
@@ -94,8 +100,8 @@ class _Task(NamedTuple):
     @property
     def reason(self) -> str:
         values = ", ".join(str(value) for value in self.arguments.values())
-        name = self.tool["function"]["name"]
-        return f"I call {name} with {values}." if values else f"I call {name}."
+        tool = self.tool["function"]["name"]
+        return f"I call {tool} with {values}." if values else f"I call {tool}."
 
 
 def _calculation(rng: random.Random) -> _Task:
@@ -106,7 +112,10 @@ def _calculation(rng: random.Random) -> _Task:
         a = b * rng.randrange(1, 500) if b else a
     expression = f"{a} {sign} {b}"
     result = evaluate(expression)
-    text = polite(rng, rng.choice(_CALCULATE).format(e=expression))
+    shown = f"{a} {rng.choice(_SIGNS[sign])} {b}"
+    if rng.random() < 0.2:
+        shown = f"{a}{sign}{b}"
+    text = polite(rng, rng.choice(_CALCULATE).format(e=shown))
     answer = f"{expression} = {result}."
     if result.startswith("error"):
         answer = f"The tool reports an {result}."
@@ -145,7 +154,7 @@ def _conversion(rng: random.Random) -> _Task:
 
 def _look_up(rng: random.Random) -> _Task:
     topic = rng.randrange(len(_LOOK_UP))
-    subject = rng.choice((CITIES, CITIES, NAMES, NAMES, _ITEMS, _ITEMS)[topic])
+    subject = name(rng) if topic in (2, 3) else rng.choice(_ITEMS if topic > 3 else CITIES)
     results = (
         f"{rng.choice(_SKIES)}, {rng.randrange(-9, 36)} degrees",
         str(rng.randrange(1000, 3_000_000)),

@@ -34,11 +34,24 @@ WORDS = words(
     "violin wagon walnut water whale window winter wolf yacht yellow yogurt zebra zipper"
 )
 
+_ONSETS = words("b br d dr f g gr h j k kl l m n p pr r s st t tr v w z")
+_CODAS = ("", "", "n", "r", "l", "k", "s", "x", "m")
 _BEFORE = (
     "Please tell me: ", "Can you tell me: ", "Hi! ", "Hello, ", "Quick question: ", "Please: ",
     "A question: ", "Hey, ", "Tell me, ", "I wonder: ", "One more thing: ", "Next: ", "OK, ",
 )  # fmt: skip
 _AFTER = (" Please.", " Thanks.", " Thank you!", " Thanks!")
+
+
+def name(rng: random.Random) -> str:
+    """A first name, sometimes one that nobody has: it can only be copied."""
+    return rng.choice(NAMES) if rng.random() < 0.8 else made_up(rng).capitalize()
+
+
+def made_up(rng: random.Random) -> str:
+    """A word of two or three syllables that means nothing."""
+    syllables = [rng.choice(_ONSETS) + rng.choice("aeiou") for _ in range(rng.randrange(2, 4))]
+    return "".join(syllables) + rng.choice(_CODAS)
 
 
 def polite(rng: random.Random, text: str) -> str:
