@@ -22,6 +22,8 @@ _COMMON = (
     "What do you know about {t}?", "Describe {t}.", "{t}?", "Explain {t} to me.",
     "Tell me something about {t}.", "What about {t}?", "Please explain {t} in one sentence.",
     "I have a question about {t}.", "Help me understand {t}.", "I do not understand {t}.",
+    "What can you tell me about {t}?", "Say something about {t}.", "Could you explain {t}?",
+    "I would like to know more about {t}.", "Give me some information about {t}.",
 )  # fmt: skip
 PATTERNS = {
     WHAT: (
@@ -44,12 +46,16 @@ PATTERNS = {
         "How would one {t}?", "I would like to {t}.", "Explain how to {t}.", "I need to {t}.",
         "How does one {t}?", "What should I do to {t}?", "Do you know how to {t}?",
         "What must I do to {t}?", "Is it possible to {t}?", "How is it possible to {t}?",
+        "How could I {t}?", "What do I need to {t}?", "Which command helps me {t}?",
+        "Which command can I use to {t}?", "Please tell me how to {t}.", "I am trying to {t}.",
     ),
     SIZE: (
         "What is the {t}?", "What's the {t}?", "Tell me the {t}.", "Do you know the {t}?",
         "I want to know the {t}.", "{t}?", "Give me the {t}.", "Can you tell me the {t}?",
         "I need to know the {t}.", "What do you know about the {t}?", "Please name the {t}.",
         "Say something about the {t}.", "I have a question about the {t}.", "Explain the {t}.",
+        "What would be the {t}?", "I am looking for the {t}.", "Could you tell me the {t}?",
+        "Which is the {t}?", "What can you tell me about the {t}?", "State the {t}.",
     ),
 }  # fmt: skip
 

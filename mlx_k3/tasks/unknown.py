@@ -5,6 +5,8 @@ Owns these questions and one calm answer for each kind.
 
 import random
 
+from . import about
+from .about_fact import HOW, WHAT
 from .example import Example, Family, assistant, question, same_text, user
 from .facts import draw_facts
 from .filler import passage
@@ -20,6 +22,22 @@ _WORKS = (
     "Hamlet", "Faust", "the Odyssey", "Don Quixote", "Moby Dick", "the Magic Flute", "Ulysses",
     "the Mona Lisa", "War and Peace", "the Iliad", "Macbeth", "Guernica",
 )  # fmt: skip
+_SUBJECTS = (
+    "photosynthesis", "gravity", "love", "democracy", "electricity", "a volcano", "inflation",
+    "evolution", "a black hole", "the internet", "quantum physics", "music", "a virus", "chess",
+    "philosophy", "the Roman Empire", "a prime number", "calculus", "happiness", "the brain",
+    "climate change", "Python", "Java", "Linux", "a database", "an atom", "a cell", "DNA", "tea",
+    "coffee", "football", "tennis", "a vitamin", "cheese", "the stock market", "a poem", "history",
+    "the meaning of life", "economics", "a neural network", "physics", "chemistry", "a rainbow",
+    "an earthquake", "art", "a dinosaur", "time", "light", "energy", "GPT", "ChatGPT", "Llama",
+)  # fmt: skip
+_SKILLS = (
+    "bake bread", "fix a bicycle", "learn French", "lose weight", "write a book", "cook rice",
+    "build a house", "play the guitar", "grow tomatoes", "find a job", "get rich", "repair a car",
+    "make coffee", "learn to swim", "write a Python program", "sort a list in Python", "draw a cat",
+    "make a website", "write a letter", "sleep better", "travel to Japan", "buy a house",
+    "paint a wall", "tie a tie", "learn chess", "become a doctor", "train a dog", "make soup",
+)  # fmt: skip
 _THINGS = (
     "the moon", "the sun", "Mount Everest", "the Eiffel Tower", "the Nile", "the Amazon",
     "the Atlantic", "the Great Wall", "a blue whale", "Mars", "Jupiter", "the Sahara",
@@ -30,18 +48,20 @@ _EVENTS = (
     "the lottery", "the chess match", "the song contest", "the match tonight",
 )  # fmt: skip
 _MINE = (
-    "passport number", "bank balance", "shoe size", "middle name", "phone number", "blood type",
+    "passport number", "bank balance", "shoe size", "middle name", "name", "age",
+    "phone number", "blood type",
     "favourite film", "first teacher's name", "pin", "address", "birthday", "weight", "salary",
 )  # fmt: skip
 
-# kind -> (wordings, what the place x can be, answer)
+# kind -> (wordings, what stands for x or t, answer)
 _KINDS = {
     "weather": (
         (
             "What is the weather in {x}?", "Will it rain in {x} tomorrow?", "Is it cold in {x}?",
             "How warm is it in {x} today?", "Weather in {x}?", "Does the sun shine in {x}?",
             "Is it snowing in {x}?", "Will it be sunny in {x} this week?",
-            "How is the weather in {x}?",
+            "How is the weather in {x}?", "How is the weather?", "Will it rain tomorrow?",
+            "Is it cold outside?", "What is the weather like today?", "Do I need a coat today?",
         ),
         CITIES,
         "I cannot know the weather: I see nothing of the world outside.",
@@ -51,7 +71,8 @@ _KINDS = {
             "What time is it in {x}?", "What is the time now in {x}?",
             "Which date is it today in {x}?",
             "What day is it today in {x}?", "How late is it in {x} now?", "The time in {x}?",
-            "What is the date today in {x}?",
+            "What is the date today in {x}?", "What time is it?", "What day is it today?",
+            "What is the date today?", "Which year is it?", "Tell me the time.", "How late is it?",
         ),
         CITIES,
         "I cannot know the time: I have no clock here.",
@@ -61,7 +82,8 @@ _KINDS = {
             "What is new in {x}?", "What happened in {x} today?", "What is the news from {x}?",
             "Any news from {x}?", "Who is the mayor of {x} now?", "Who won yesterday in {x}?",
             "What is going on in {x}?", "Which concerts are in {x} tonight?",
-            "Are the trains running in {x}?",
+            "Are the trains running in {x}?", "What is in the news today?", "Any news?",
+            "What happened today?", "Tell me the latest news.",
         ),
         CITIES,
         "I cannot know what happens now: I have no access to news.",
@@ -112,6 +134,16 @@ _KINDS = {
         _COUNTRIES,
         "I am a very small model and do not know that.",
     ),
+    "subjects": (
+        (*about.PATTERNS[WHAT], "How does {x} work?", "Why is there {x}?", "Who discovered {x}?"),
+        _SUBJECTS,
+        "I am a very small model and do not know that.",
+    ),
+    "skills": (
+        about.PATTERNS[HOW],
+        _SKILLS,
+        "I am a very small model and do not know that.",
+    ),
     "works": (
         (
             "Who wrote {x}?", "Who made {x}?", "When was {x} made?", "What is {x} about?",
@@ -134,7 +166,9 @@ _KINDS = {
 def _make_unknowable(rng: random.Random) -> Example:
     kind = rng.choice(list(_KINDS))
     wordings, values, answer = _KINDS[kind]
-    plain = rng.choice(wordings).format(x=rng.choice(values))
+    value = rng.choice(values)
+    plain = rng.choice(wordings).format(x=value, t=value)
+    plain = plain[0].upper() + plain[1:]
     # Not all in lower case: names tell these questions from those about a conversation.
     return question(
         "unknown", polite(rng, plain), "I cannot know this.", answer, f"unknown {plain}"
@@ -159,4 +193,4 @@ def _make_unknown(rng: random.Random) -> Example:
     return (_make_not_told if rng.random() < 0.3 else _make_unknowable)(rng)
 
 
-FAMILIES = (Family("unknown", 5, _make_unknown, same_text),)
+FAMILIES = (Family("unknown", 6, _make_unknown, same_text),)
