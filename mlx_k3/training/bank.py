@@ -38,7 +38,8 @@ class TrainingBank(Experts):
         """z ``[..., D]``, indices and weights ``[..., k]``; ``[..., D]`` in z's dtype."""
         E, k = self.gate_proj.num_experts, indices.shape[-1]
         pairs = indices.size
-        capacity = min(pairs, -(-int(CAPACITY * pairs / E) // ROUNDING) * ROUNDING)
+        share = max(int(CAPACITY * pairs / E), 1)
+        capacity = min(pairs, -(-share // ROUNDING) * ROUNDING)
         place, source = places(indices.reshape(-1), E, capacity)
         x = _dispatch(z.reshape(-1, z.shape[-1]), place, source, k)
         y = self._experts(x.reshape(E, capacity, -1)).reshape(E * capacity, -1)
