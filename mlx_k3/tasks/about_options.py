@@ -137,12 +137,12 @@ OPTION_FACTS = (
     fact(
         DOES,
         "--seed; the option --seed; the --seed flag",
-        "--seed makes sampling repeatable.",
+        "--seed makes sampling repeatable, and in eval the items.",
     ),
     fact(
         DOES,
         "--max-tokens; the option --max-tokens; the --max-tokens flag",
-        "--max-tokens stops an answer after so many tokens, 4096 by default.",
+        "--max-tokens stops an answer after so many tokens, in chat 4096 by default.",
         "How do I limit the length of an answer?", "How can I make answers shorter?",
     ),
     fact(
@@ -173,7 +173,23 @@ OPTION_FACTS = (
     ),
     fact(
         DOES,
-        "--plot; the option --plot; trace --plot",
-        "trace --plot draws hit rate and residency into a file.",
+        "--plot; the option --plot; the --plot flag",
+        "--plot draws into a file: the hit rate of a trace, or the losses of a training.",
+    ),
+    fact(
+        DOES,
+        "--task; the option --task; eval --task",
+        "eval --task measures only one family of tasks and can be repeated.",
+    ),
+    fact(
+        DOES,
+        "--items; the option --items; eval --items",
+        "eval --items sets how many items of each family are asked, 100 by default.",
+    ),
+    fact(
+        DOES,
+        "--text; the option --text; eval --text",
+        "eval --text measures the perplexity of a text file.",
+        "How do I measure perplexity?", "How can I measure the perplexity of a text?",
     ),
 )  # fmt: skip
