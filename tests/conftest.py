@@ -27,3 +27,21 @@ def golden() -> Path:
     """
     beside = REPOSITORY.parent / "shared" / "golden"
     return beside if beside.is_dir() else REPOSITORY / "tests" / "data" / "golden"
+
+
+@pytest.fixture(scope="session")
+def start(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a small training run starts from: a configuration and a vocabulary."""
+    from .support.training import write_start
+
+    return write_start(tmp_path_factory.mktemp("start"), golden / "tiny-text")
+
+
+@pytest.fixture(scope="session")
+def vocabulary(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of ``start``'s tokenizer, converted."""
+    from mlx_k3.convert.tokenizer import write_tokenizer
+
+    folder = tmp_path_factory.mktemp("vocabulary")
+    write_tokenizer(start, folder)
+    return folder

@@ -8,7 +8,9 @@ ordinary text there instead of padding.
 
 import multiprocessing
 import random
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -18,6 +20,7 @@ import numpy as np
 
 from ..chat import xtml
 from ..chat.tokenizer import load_tokenizer
+from ..errors import K3Error
 from ..tasks import FAMILIES, Example, example, training_examples
 
 _AHEAD = 2  # chunks' worth of conversations that may be made before they are used
@@ -118,7 +121,7 @@ def _batch(rows: list[Tokens], length: int, size: int) -> Batch:
 class BatchStream:
     """An endless stream of batches that can begin at any position.
 
-    >>> with BatchStream(folder, config, start=Position(0, 0)) as stream:
+    >>> with BatchStream(folder, lengths=(256, 512), tokens_per_batch=16384, ...) as stream:
     ...     for position, batch in stream: ...
 
     ``folder`` holds a converted tokenizer; a batch's ``position`` is that of the one after it.
@@ -141,7 +144,8 @@ class BatchStream:
         self._seed, self._start, self._held_out = seed, start, held_out
         # Spawned: a forked process would share MLX's threads and locks.
         context = multiprocessing.get_context("spawn")
-        self._pool = context.Pool(workers, _load, (str(folder),))
+        with _deaf_to_ctrl_c():
+            self._pool = context.Pool(workers, _load, (str(folder),))
 
     def __enter__(self) -> "BatchStream":
         return self
@@ -157,6 +161,12 @@ class BatchStream:
             pending.append(self._make(chunk + _AHEAD))
             conversations = [c for part in pending.pop(0) for c in part.get()]
             made = batches(conversations, self._lengths, self._tokens, self._seed + chunk)
+            if not made:
+                shortest = min(len(c.ids) for c in conversations) - 1
+                raise K3Error(
+                    f"no conversation fits into lengths of {self._lengths[-1]} tokens; "
+                    f"the shortest of {len(conversations):,} takes {shortest}"
+                )
             for i, batch in enumerate(made[skip:], start=skip + 1):
                 yield (Position(chunk, i) if i < len(made) else Position(chunk + 1, 0)), batch
             chunk, skip = chunk + 1, 0
@@ -166,6 +176,17 @@ class BatchStream:
         first = self._seed * _SEEDS + chunk * self._parts
         seeds = range(first, first + self._parts)
         return [self._pool.apply_async(_make, (seed, self._held_out)) for seed in seeds]
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that start meanwhile ignore Ctrl-C, which reaches the whole group; who started
+    them ends them."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class CachedTokenizer:
