@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import clip_grad_norm
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..models.kimi import Model
 from .balancing import expert_load, max_over_mean
@@ -89,7 +89,8 @@ def make_step(model: Model, optimizer: Any, config: TrainConfig, *, quantized: b
         # MLX's optimizers hand trees back in any order, and the norm is a sum over the tree.
         gradients = tree_unflatten(sorted(tree_flatten(gradients)))
         gradients, norm = clip_grad_norm(gradients, config.max_grad_norm)
-        optimizer.state = state.optimizer
+        # A tree of its own: optimizers change theirs, and the given state must stay what it is.
+        optimizer.state = tree_map(lambda array: array, state.optimizer)
         parameters = optimizer.apply_gradients(gradients, state.parameters)
         biases, worst = [], []
         for s, bias in zip(scores, state.biases, strict=True):

@@ -76,17 +76,18 @@ class Trainer:
     def _train(
         self, saved: checkpoints.Saved, stream: BatchStream, held_out: list[Batch], log: Log
     ) -> State:
-        config, state = self.config, saved.state
+        config = self.config
         first_quantized = int(config.steps * config.quantize_from)
         steps = {q: make_step(self.model, self._optimizer, config, quantized=q) for q in (0, 1)}
         folder = config.out / "checkpoints"
-        step, position = saved.step, saved.position
         try:
-            for next_position, batch in islice(stream, config.steps - saved.step):
+            for position, batch in islice(stream, config.steps - saved.step):
                 ids, weights = mx.array(batch.ids), mx.array(batch.weights)
-                state, metrics = steps[step >= first_quantized](state, ids, weights)
+                state, metrics = steps[saved.step >= first_quantized](saved.state, ids, weights)
                 mx.async_eval(state, metrics)
-                step, position = step + 1, next_position
+                # In one go, for Ctrl-C may come between any two lines.
+                saved = checkpoints.Saved(state, saved.step + 1, position)
+                step = saved.step
                 log.count(batch.ids.size)
                 last = step == config.steps
                 if step % config.log_every == 0 or last:
@@ -96,11 +97,11 @@ class Trainer:
                         record["held_out_loss"] = self._held_out_loss(state, held_out)
                     log.write(record)
                 if step % config.checkpoint_every == 0 or last:
-                    checkpoints.save(folder, self._run, checkpoints.Saved(state, step, position))
+                    checkpoints.save(folder, self._run, saved)
         except KeyboardInterrupt:
-            checkpoints.save(folder, self._run, checkpoints.Saved(state, step, position))
+            checkpoints.save(folder, self._run, saved)
             raise
-        return state
+        return saved.state
 
     def _stream(self, folder: Path, seed: int, **options: Any) -> BatchStream:
         config = self.config
@@ -115,7 +116,8 @@ class Trainer:
 
     def _held_out(self, folder: Path) -> list[Batch]:
         """A few batches the run is not trained on: other conversations, of held-out items."""
-        with self._stream(folder, self.config.seed, held_out=True) as stream:
+        options = {"held_out": True, "workers": self.config.workers}
+        with self._stream(folder, self.config.seed, **options) as stream:
             return [batch for _, batch in islice(stream, HELD_OUT_BATCHES)]
 
     def _held_out_loss(self, state: State, batches: list[Batch]) -> float:
@@ -147,5 +149,6 @@ def _identity(config: TrainConfig) -> str:
     told = asdict(config)
     for name in ("out", "workers", "log_every", "evaluate_every", "checkpoint_every"):
         told.pop(name)
-    told["model"] = [(p.name, p.read_text()) for p in sorted(config.model.glob("*.json"))]
+    files = [*sorted(config.model.glob("*.json")), *config.model.glob("tiktoken.model")]
+    told["model"] = [(p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files]
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
