@@ -47,12 +47,17 @@ def latest(folder: Path, run: str) -> Saved | None:
     """The last checkpoint in ``folder``, or None.
 
     Raises:
-        CheckpointError: it belongs to a run with other settings.
+        CheckpointError: it belongs to a run with other settings, or is damaged.
     """
     files = _files(folder)
     if not files:
         return None
-    arrays, metadata = mx.load(str(files[-1]), return_metadata=True)
+    try:
+        arrays, metadata = mx.load(str(files[-1]), return_metadata=True)
+    except RuntimeError as e:
+        raise CheckpointError(
+            f"{files[-1]}: {e}; delete it, and the run continues from the one before"
+        ) from None
     if metadata.get("run") != run:
         raise CheckpointError(
             f"{files[-1]} is of a run with other settings; give another `out`, or delete {folder}"

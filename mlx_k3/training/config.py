@@ -1,5 +1,6 @@
 """What a training run is: one TOML file, read into a :class:`TrainConfig`."""
 
+import math
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +12,15 @@ CHOICES = {
     "optimizer": ("muon", "adamw"),
     "balance": ("quantile", "sign", "none"),
     "schedule": ("wsd", "cosine"),
+}
+_COUNTS = ("steps", "tokens_per_batch", "conversations_per_chunk", "workers")
+_COUNTS += ("log_every", "evaluate_every", "checkpoint_every")
+_SHARES = ("warmup", "decay", "balance_rate", "quantize_from", "learning_rate", "weight_decay")
+RANGES = {
+    **dict.fromkeys(_COUNTS, (1, math.inf)),
+    **dict.fromkeys(_SHARES, (0, 1)),
+    "seed": (0, 2**32 - 1),
+    "max_grad_norm": (0, math.inf),
 }
 
 
@@ -61,6 +71,8 @@ class TrainConfig:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise K3Error(f"{path} does not exist; give a training configuration in TOML") from None
+        except OSError as e:
+            raise K3Error(f"{path}: {e.strerror}; give a training configuration in TOML") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
             raise K3Error(f"{path} is not valid TOML: {e}") from None
         types = {field.name: field.type for field in fields(cls)}
@@ -81,15 +93,10 @@ class TrainConfig:
                 raise K3Error(
                     f"{path}: {key} is {getattr(self, key)!r}; it can be {', '.join(allowed)}"
                 )
-        for key in ("steps", "tokens_per_batch", "conversations_per_chunk", "workers"):
-            if getattr(self, key) < 1:
-                raise K3Error(f"{path}: {key} is {getattr(self, key)}; it must be at least 1")
-        for key in ("log_every", "evaluate_every", "checkpoint_every"):
-            if getattr(self, key) < 1:
-                raise K3Error(f"{path}: {key} is {getattr(self, key)}; it must be at least 1")
-        for key in ("warmup", "decay", "balance_rate", "quantize_from"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise K3Error(f"{path}: {key} is {getattr(self, key)}; it lies between 0 and 1")
+        for key, (least, most) in RANGES.items():
+            if not least <= getattr(self, key) <= most:
+                allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+                raise K3Error(f"{path}: {key} is {getattr(self, key)}; it must be {allowed}")
         if not self.lengths or any(n < 2 for n in self.lengths):
             raise K3Error(f"{path}: lengths must name at least one length of 2 or more tokens")
 

@@ -5,6 +5,7 @@ joins, cuts and drops is cut, joined and padded here. Experts are packed to MXFP
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,16 +54,20 @@ def export(model: Model, raw_config: dict[str, Any], folder: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     weight_map, total_bytes = {}, 0
-    for number, tensors in enumerate(shards, start=1):
-        name = f"model-{number:05}-of-{len(shards):06}.safetensors"
-        stored = dict(_release(config, tensors, arrays))
-        layout = _write(partial / name, stored)
-        weight_map |= dict.fromkeys(layout.tensors, name)
-        total_bytes += layout.data_bytes
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (partial / INDEX).write_text(json.dumps(index) + "\n")
-    (partial / "config.json").write_text(json.dumps(raw_config, indent=1) + "\n")
-    partial.rename(folder)
+    try:
+        for number, tensors in enumerate(shards, start=1):
+            name = f"model-{number:05}-of-{len(shards):06}.safetensors"
+            stored = dict(_release(config, tensors, arrays))
+            layout = _write(partial / name, stored)
+            weight_map |= dict.fromkeys(layout.tensors, name)
+            total_bytes += layout.data_bytes
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (partial / INDEX).write_text(json.dumps(index) + "\n")
+        (partial / "config.json").write_text(json.dumps(raw_config, indent=1) + "\n")
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
 
 
 def package_arrays(config: K3Config, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -79,11 +84,21 @@ def package_arrays(config: K3Config, parameters: dict[str, mx.array]) -> dict[st
         if name.endswith("_res"):
             arrays[f"{name}_norm.weight"] = mx.ones_like(array)
             arrays[f"{name}_proj.weight"] = array
+        elif name.endswith("qkv_proj.weight"):
+            arrays |= _qkv(config, name, array)
         elif name.endswith("qkv_conv"):
-            arrays[f"{name}.conv.weight"] = array
+            arrays |= _qkv(config, f"{name}.conv.weight", array)
         else:
             arrays[name] = array
     return arrays
+
+
+def _qkv(config: K3Config, name: str, array: mx.array) -> dict[str, mx.array]:
+    """Queries, keys and values: together in K3's packages, apart in Kimi Linear's."""
+    if config.model_type == "kimi_k3":
+        return {name: array}
+    parts = zip("qkv", mx.split(array, 3), strict=True)
+    return {name.replace(".qkv_", f".{x}_"): part for x, part in parts}
 
 
 def _release(
@@ -97,7 +112,7 @@ def _release(
         if tensor.op == "embed_q":
             array = _kv_b(config, array, arrays[tensor.name.replace("embed_q", "unembed_out")])
         elif tensor.op == "a_log":
-            padded = tensor.sources[0].shapes[0][0]
+            padded = math.prod(tensor.sources[0].shapes[0])
             array = mx.pad(array, (0, padded - array.size))
         raw = _raw(array)
         dtype = "U8" if array.dtype == mx.uint8 else _DTYPES[array.dtype]

@@ -13,9 +13,10 @@ class Log:
     """Appends to ``path`` what lies after ``step``: a run that continues leaves no line twice."""
 
     def __init__(self, path: Path, step: int, report: Report):
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        # A run that was killed may have left a part of a line.
+        whole = (line for line in lines if line.endswith("\n"))
+        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
         self._path, self._report = path, report
         self._tokens, self._since = 0, time.perf_counter()
 

@@ -19,7 +19,7 @@ def learning_rate(config: TrainConfig) -> Callable[[mx.array], mx.array]:
     up = linear_schedule(peak / rise, peak, rise)
     if config.schedule == "cosine":
         return join_schedules([up, cosine_decay(peak, max(config.steps - rise, 1))], [rise])
-    fall = max(int(config.steps * config.decay), 1)
+    fall = max(min(int(config.steps * config.decay), config.steps - rise), 1)
     down = linear_schedule(peak, 0.0, fall)
     steady = linear_schedule(peak, peak, config.steps)
     return join_schedules([up, steady, down], [rise, max(config.steps - fall, rise)])

@@ -92,11 +92,12 @@ def make_step(model: Model, optimizer: Any, config: TrainConfig, *, quantized: b
         # A tree of its own: optimizers change theirs, and the given state must stay what it is.
         optimizer.state = tree_map(lambda array: array, state.optimizer)
         parameters = optimizer.apply_gradients(gradients, state.parameters)
-        biases, worst = [], []
+        biases, worst = [], [mx.array(1.0)]
         for s, bias in zip(scores, state.biases, strict=True):
             load = expert_load(s, bias, top_k)
             worst.append(max_over_mean(load))
             biases.append(rebalance(config.balance, config.balance_rate, s, bias, load, top_k))
+        dropped = [mx.array(0.0), *dropped]  # What a model without experts has.
         metrics = Metrics(loss, norm, mx.stack(worst).max(), mx.stack(dropped).max())
         return State(parameters, biases, optimizer.state), metrics
 

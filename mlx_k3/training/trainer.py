@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import K3Config
-from ..convert.tokenizer import write_tokenizer
-from ..errors import K3Error
+from ..convert.tokenizer import CONTROL_TOKENS, read_ranks, write_tokenizer
+from ..errors import K3Error, UnsupportedError
 from . import checkpoints
 from .config import TrainConfig
 from .data import Batch, BatchStream, Position
@@ -27,6 +27,7 @@ from .initialize import new_model
 from .log import Log
 from .muon import make_optimizer
 from .precision import as_stored
+from .qat import GROUP
 from .schedule import learning_rate
 from .step import State, cross_entropy, initial_state, make_step, place
 
@@ -39,6 +40,7 @@ class Trainer:
     def __init__(self, config: TrainConfig):
         self.config = config
         model_config = K3Config.from_file(config.model)
+        _check_model(model_config, config.model)
         self._raw_config = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
         self._run = _identity(config)
         self._rate = learning_rate(config)
@@ -60,11 +62,13 @@ class Trainer:
         saved = checkpoints.latest(config.out / "checkpoints", self._run)
         if saved is None:
             saved = checkpoints.Saved(state, 0, Position(0, 0))
-        config.out.mkdir(parents=True, exist_ok=True)
+        try:
+            config.out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise K3Error(f"{config.out}: {e.strerror}; give another `out`") from None
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            if not write_tokenizer(config.model, folder):
-                raise K3Error(f"{config.model} has no tiktoken.model; a run needs a vocabulary")
+            self._write_tokenizer(folder)
             log = stack.enter_context(Log(config.out / "log.jsonl", saved.step, report))
             held_out = self._held_out(folder)
             stream = stack.enter_context(
@@ -72,6 +76,17 @@ class Trainer:
             )
             state = self._train(saved, stream, held_out, log)
         return self._export(state)
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        model, rows = self.config.model, self.model.config.vocab_size
+        if not write_tokenizer(model, folder):
+            raise K3Error(f"{model} has no tiktoken.model; a run needs a vocabulary")
+        ids = len(read_ranks(model / "tiktoken.model")) + CONTROL_TOKENS
+        if ids > rows:
+            raise K3Error(
+                f"{model}: config.json has vocab_size {rows:,}, too few for the {ids:,} ids of "
+                "tiktoken.model and its control tokens"
+            )
 
     def _train(
         self, saved: checkpoints.Saved, stream: BatchStream, held_out: list[Batch], log: Log
@@ -142,6 +157,20 @@ class Trainer:
                 if not target.exists():
                     shutil.copyfile(path, target)
         return out
+
+
+def _check_model(config: K3Config, folder: Path) -> None:
+    """Refuse now what could not be written at the end."""
+    if config.vision_config:
+        raise UnsupportedError(
+            f"{folder}/config.json has a vision_config; only text is trained: set it to null"
+        )
+    for name in ("expert_dim", "moe_intermediate_size"):
+        if config.moe_layers and getattr(config, name) % GROUP:
+            raise UnsupportedError(
+                f"{folder}/config.json: experts of width {getattr(config, name)}; MXFP4 takes "
+                f"multiples of {GROUP}"
+            )
 
 
 def _identity(config: TrainConfig) -> str:
