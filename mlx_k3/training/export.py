@@ -32,13 +32,20 @@ Stored = tuple[str, tuple[int, ...], bytes]
 """dtype as safetensors spells it, shape, bytes"""
 
 _DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16"}
+# How the experts are packed, for configurations that do not say it yet.
+_WEIGHTS = {"num_bits": 4, "group_size": 32, "type": "float", "strategy": "group"}
+_QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}},
+}
 
 
 def export(model: Model, raw_config: dict[str, Any], folder: Path) -> None:
     """Write ``model`` to the new ``folder``: a shard a layer, the stem, the index, config.json.
 
-    ``raw_config`` is the content of the model's ``config.json``. The folder appears when it is
-    complete.
+    ``raw_config`` is the content of the model's ``config.json``; that of a model whose experts were
+    not packed is told that they are. The folder appears when it is complete.
 
     Raises:
         OSError: as writing does; nothing is left then.
@@ -63,11 +70,19 @@ def export(model: Model, raw_config: dict[str, Any], folder: Path) -> None:
             total_bytes += layout.data_bytes
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index) + "\n")
-        (partial / "config.json").write_text(json.dumps(raw_config, indent=1) + "\n")
+        stated = _stating_quantization(config, raw_config)
+        (partial / "config.json").write_text(json.dumps(stated, indent=1) + "\n")
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial)
         raise
+
+
+def _stating_quantization(config: K3Config, raw_config: dict[str, Any]) -> dict[str, Any]:
+    text = raw_config.get("text_config", raw_config)
+    if "quantization_config" in text or "quantization_config" in raw_config:
+        return raw_config
+    return raw_config | {"quantization_config": _QUANTIZATION} if config.moe_layers else raw_config
 
 
 def package_arrays(config: K3Config, parameters: dict[str, mx.array]) -> dict[str, mx.array]:

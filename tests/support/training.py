@@ -44,7 +44,7 @@ SIZES = {
 }
 RUN = {
     "steps": 12,
-    "tokens_per_batch": 1024,
+    "tokens_per_batch": 512,
     "lengths": [128, 256, 512],
     "conversations_per_chunk": 256,
     "log_every": 1,
