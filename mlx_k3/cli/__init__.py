@@ -4,6 +4,7 @@ Nothing here imports mlx: ``mlx-k3 --help`` answers at once, and a command impor
 when it runs. Exit codes: 0 done, 2 bad input (one line, no traceback), 130 Ctrl-C.
 """
 
+import gc
 import os
 import sys
 
@@ -33,15 +34,17 @@ app = typer.Typer(
 def entry() -> None:
     """Entry point of the console script and of ``python -m mlx_k3``."""
     try:
-        main()
+        return main()
     except SystemExit as e:
         if e.code != 130:
             raise
-        # At once: taking the interpreter down while threads of MLX still work can abort it, and
-        # everything that must be kept is on the disk already.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(130)
+    # At once: taking the interpreter down while threads of MLX still work can abort it, and
+    # everything that must be kept is on the disk already. Only locks shared with other processes
+    # have to be given back, which the frames of the error held until now.
+    gc.collect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def main() -> None:
