@@ -65,7 +65,7 @@ _KINDS = {
             "How many megabytes are you?", "Are you small?",
         ),
         "They ask how large I am.",
-        "I am very small: 9 layers, 32 experts, and less than 16 MB.",
+        "I am very small: 5 layers, 32 experts, and less than 16 MB.",
     ),
     "pictures": (
         (

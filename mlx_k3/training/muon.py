@@ -10,6 +10,7 @@ layer, gates, norms and all vectors learn by AdamW.
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -48,8 +49,8 @@ def make_optimizer(
         UnsupportedError: another kind.
     """
     adamw = {"learning_rate": learning_rate, "betas": BETAS, "bias_correction": True}
-    decayed = AdamW(weight_decay=weight_decay, **adamw)
-    plain = AdamW(weight_decay=0, **adamw)
+    decayed = FlatAdamW(weight_decay=weight_decay, **adamw)
+    plain = FlatAdamW(weight_decay=0, **adamw)
     if kind == "adamw":
         return MultiOptimizer([decayed, plain], [is_matrix])
     if kind != "muon":
@@ -68,6 +69,32 @@ def takes_muon(path: str, parameter: mx.array) -> bool:
     return is_matrix(path, parameter) and not _ADAMW_MATRIX.fullmatch(path)
 
 
+class FlatAdamW(AdamW):
+    """AdamW over one vector of all its parameters end to end: the same numbers, in far fewer
+    operations."""
+
+    def init(self, parameters: Any) -> None:
+        """State for ``parameters``."""
+        super().init({"all": _flat(parameters)})
+
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        """The updated parameters, a tree like ``gradients``."""
+        names = [path for path, _ in tree_flatten(gradients)]
+        old = dict(tree_flatten(parameters))
+        moved = super().apply_gradients(
+            {"all": _flat(gradients)}, {"all": _flat([old[path] for path in names])}
+        )["all"]
+        ends = list(accumulate(old[path].size for path in names))
+        parts = mx.split(moved, ends[:-1]) if len(ends) > 1 else [moved]
+        new = {p: x.reshape(old[p].shape) for p, x in zip(names, parts, strict=True)}
+        return tree_map_with_path(lambda path, _: new[path].astype(old[path].dtype), gradients)
+
+
+def _flat(tree: Any) -> mx.array:
+    leaves = [array.reshape(-1).astype(mx.float32) for _, array in tree_flatten(tree)]
+    return mx.concatenate(leaves) if leaves else mx.zeros(0)
+
+
 class PerHeadMuon(Muon):
     """Muon with Nesterov momentum and decoupled weight decay over the matrices of ``config``.
 
@@ -80,36 +107,55 @@ class PerHeadMuon(Muon):
         super().__init__(learning_rate, MOMENTUM, weight_decay)
         self.config = config
 
+    def init(self, parameters: Any) -> None:
+        """State for ``parameters``: the momentum of each batch of blocks."""
+        super().init(self._batches(parameters))
+
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
         """The updated parameters, a tree like ``gradients``."""
-        directions = super().apply_gradients(gradients, parameters)
-        steps = self._steps(dict(tree_flatten(directions)))
+        batches = self._batches(gradients)
+        directions = super().apply_gradients(batches, batches)
         lr = self.learning_rate.astype(mx.float32)
+        steps = self._steps(directions, lr, dict(tree_flatten(gradients)))
         keep = 1 - lr * self.weight_decay
 
         def move(path: str, _: mx.array, parameter: mx.array) -> mx.array:
-            return (keep * parameter - lr * steps[path]).astype(parameter.dtype)
+            return (keep * parameter - steps[path]).astype(parameter.dtype)
 
-        return tree_map_with_path(move, directions, parameters)
+        return tree_map_with_path(move, gradients, parameters)
 
     def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict) -> mx.array:
-        """Where one parameter is to go, by Nesterov momentum; not orthogonal yet."""
+        """Where a batch of blocks is to go, by Nesterov momentum; not orthogonal yet."""
         state["v"] = self.momentum * state["v"] + (1 - self.momentum) * gradient
         return self.momentum * state["v"] + (1 - self.momentum) * gradient
 
-    def _steps(self, directions: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The step of every parameter before the learning rate, by batches of equal blocks."""
-        batches = defaultdict(dict)
-        for path, direction in directions.items():
-            blocks = _cut(direction, *self._heads(path))
-            batches[blocks.shape[1:]][path] = blocks
+    def _batches(self, tree: Any) -> dict[str, mx.array]:
+        """The matrices of ``tree`` as blocks, those of one shape side by side ``[N, r, c]``.
+
+        By batches instead of one by one, a step is a few hundred operations instead of thousands,
+        and starting operations is what a step of a small model costs on a GPU.
+        """
+        members = defaultdict(list)
+        for path, matrix in tree_flatten(tree):
+            blocks = _cut(matrix, *self._heads(path))
+            members["{}x{}".format(*blocks.shape[1:])].append(blocks)
+        return {shape: mx.concatenate(blocks) for shape, blocks in members.items()}
+
+    def _steps(
+        self, directions: dict[str, mx.array], lr: mx.array, like: dict[str, mx.array]
+    ) -> dict[str, mx.array]:
+        """The step of every parameter, shaped as in ``like``."""
+        batches, ends = {}, defaultdict(int)
+        for shape, blocks in directions.items():
+            columns = blocks.shape[-1]
+            batches[shape] = (lr * RMS * columns**0.5) * orthogonalize(blocks)
         steps = {}
-        for (_, columns), members in batches.items():
-            batch = RMS * columns**0.5 * orthogonalize(mx.concatenate([*members.values()]))
-            end = 0
-            for path, blocks in members.items():
-                begin, end = end, end + len(blocks)
-                steps[path] = _join(batch[begin:end], directions[path].shape, *self._heads(path))
+        for path, matrix in like.items():
+            down, along = self._heads(path)
+            count, *block = _blocks(matrix.shape, down, along)
+            shape = "{}x{}".format(*block)
+            begin, ends[shape] = ends[shape], ends[shape] + count
+            steps[path] = _join(batches[shape][begin : ends[shape]], matrix.shape, down, along)
         return steps
 
     def _heads(self, path: str) -> tuple[int, int]:
@@ -138,6 +184,14 @@ def orthogonalize(blocks: mx.array) -> mx.array:
         square = x @ x.swapaxes(1, 2)
         x = mx.addmm(a * x, mx.addmm(b * square, square, square, alpha=c), x)
     return x.astype(mx.float32)
+
+
+def _blocks(shape: tuple[int, ...], down: int, along: int) -> tuple[int, int, int]:
+    """How many blocks :func:`_cut` makes of a matrix or a stack, and their shape."""
+    *stack, rows, columns = shape
+    if not stack:
+        stack, rows, columns = [down * along], rows // down, columns // along
+    return stack[0], min(rows, columns), max(rows, columns)
 
 
 def _cut(matrix: mx.array, down: int, along: int) -> mx.array:
