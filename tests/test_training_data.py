@@ -260,5 +260,17 @@ def test_held_out_examples_come_in_the_proportions_of_training() -> None:
 
 
 def test_conversations_that_all_are_too_long_are_told(vocabulary: Path, threads: None) -> None:
-    with pytest.raises(K3Error, match=r"fits into lengths of 8 tokens; the shortest of 512 takes"):
+    with pytest.raises(K3Error, match=r"none of 1,024 .* fits into lengths of 8 tokens; short"):
         drawn(vocabulary, 1, lengths=(4, 8))
+
+
+def test_a_chunk_without_any_that_fits_is_passed_over(
+    vocabulary: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_PART", 4)
+    options = {"lengths": (96,), "conversations_per_chunk": 4, "tokens_per_batch": 96}
+    made = drawn(vocabulary, 12, **options)
+    chunks = [position.chunk - (position.batch == 0) for position, *_ in made]
+    assert set(chunks) < set(range(chunks[-1] + 1))
+    for i in range(11):
+        assert drawn(vocabulary, 1, start=made[i][0], **options) == [made[i + 1]]

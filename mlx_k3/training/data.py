@@ -25,6 +25,7 @@ from ..tasks import FAMILIES, Example, example, training_examples
 
 _AHEAD = 2  # chunks' worth of conversations that may be made before they are used
 _PART = 256  # conversations a process makes at a time
+_IN_VAIN = 1000  # conversations of which one has to fit
 _SEEDS = 1 << 32  # parts of a stream; another stream's seed begins after them
 
 
@@ -157,15 +158,17 @@ class BatchStream:
     def __iter__(self) -> Iterator[tuple[Position, Batch]]:
         chunk, skip = self._start
         pending = [self._make(chunk + i) for i in range(_AHEAD)]
+        in_vain = 0
         while True:
             pending.append(self._make(chunk + _AHEAD))
             conversations = [c for part in pending.pop(0) for c in part.get()]
             made = batches(conversations, self._lengths, self._tokens, self._seed + chunk)
-            if not made:
+            in_vain = 0 if made else in_vain + len(conversations)
+            if in_vain >= _IN_VAIN:
                 shortest = min(len(c.ids) for c in conversations) - 1
                 raise K3Error(
-                    f"no conversation fits into lengths of {self._lengths[-1]} tokens; "
-                    f"the shortest of {len(conversations):,} takes {shortest}"
+                    f"none of {in_vain:,} conversations fits into lengths of {self._lengths[-1]} "
+                    f"tokens; short ones take {shortest}"
                 )
             for i, batch in enumerate(made[skip:], start=skip + 1):
                 yield (Position(chunk, i) if i < len(made) else Position(chunk + 1, 0)), batch
