@@ -161,6 +161,16 @@ def test_it_computes_with_what_a_checkpoint_holds(model: Model, batch: tuple, ro
     assert loss(parameters, quantized=True) == in_mxfp4 != exact
 
 
+def test_what_counts_for_nothing_teaches_nothing(model: Model, batch: tuple, roomy: None) -> None:
+    parameters, biases = split(model)
+    ids, weights = batch
+    longer = mx.concatenate([ids, ids[::-1]]), mx.concatenate([weights, 0 * weights])
+    step = make_step(model, Watch(), settings(), quantized=False)
+    one, other = (step(State(parameters, biases, {}), *part)[1] for part in (batch, longer))
+    assert other.loss.item() == pytest.approx(one.loss.item(), rel=1e-5)
+    assert other.grad_norm.item() == pytest.approx(one.grad_norm.item(), rel=1e-3)
+
+
 def test_gradients_are_clipped_and_their_norm_is_told(model: Model, batch: tuple) -> None:
     parameters, biases = split(model)
     norms = {}
