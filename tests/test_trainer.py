@@ -1,5 +1,6 @@
 """Whole training runs: from a configuration to a model, and the same one however often stopped."""
 
+import io
 import json
 import os
 import signal
@@ -14,8 +15,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.optimizers import AdamW
+from typer.testing import CliRunner
 
 from mlx_k3 import load
+from mlx_k3.cli import app
+from mlx_k3.cli.train import progress
 from mlx_k3.convert.stream import convert
 from mlx_k3.training import trainer as training
 from mlx_k3.training.config import TrainConfig
@@ -265,6 +269,32 @@ def test_the_last_phase_computes_in_mxfp4(
     monkeypatch.setattr(training, "make_step", make_step)
     run(quantize_from=quantize_from)
     assert seen == phases
+
+
+def test_the_command_draws_the_losses(run: Callable, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model, _ = run(steps=1)
+    arguments = ["train", str(tmp_path / "run.toml"), "--plot", str(tmp_path / "losses.png")]
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (0, f"{model}\n")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_terminal_shows_a_bar(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    config = TrainConfig.from_file(write_run(tmp_path / "run.toml", start))
+    with progress(config) as report:
+        report({"step": 3, "loss": 1.25, "tokens_per_second": 12345, "held_out_loss": 1.5})
+    shown = sys.stderr.getvalue()
+    assert "loss 1.2500, 12,345 tokens/s, held-out loss 1.5000" in shown and "3/12" in shown
 
 
 def test_checkpoints_and_lines_come_as_often_as_asked(run: Callable) -> None:
