@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -171,6 +172,18 @@ class Batch:
         conversation.parser.finish()
         message = conversation.parser.message
         if response.prompt_cache is not None and message.get("tool_calls"):
-            read = _Read(response.all_tokens, response.prompt_cache)
-            self._conversations[conversation.name] = read
+            cache = _own(response.prompt_cache)
+            self._conversations[conversation.name] = _Read(response.all_tokens, cache)
         return Answer(message, conversation.ids, reason)
+
+
+def _own(cache: list[Any]) -> list[Any]:
+    """``cache``, of one row of a batch, in its own memory: a view would keep the whole batch."""
+
+    def copied(part: Any) -> Any:
+        return mx.contiguous(part) if isinstance(part, mx.array) else part
+
+    for layer in cache:
+        layer.state = tree_map(copied, layer.state)
+    mx.eval([layer.state for layer in cache])
+    return cache
