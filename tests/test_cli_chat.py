@@ -76,6 +76,10 @@ def test_reset_and_system_change_what_is_read(chat, tmp_path):
     assert [m["content"] for m in saved["messages"]][:1] == ["Again"]
 
 
+def test_only_the_bundled_model_is_introduced(chat):
+    assert chat("/exit") == (0, "", "")
+
+
 def test_help_names_every_command(chat):
     _, out, _ = chat("/help")
     for command in ("/help", "/reset", "/save", "/load", "/system", "/stats", "/exit"):

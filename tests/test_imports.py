@@ -37,7 +37,7 @@ ALLOWED = {
     | {"convert.tokenizer"},
     "server": {"loader", "chat", "media", "config"},
     "cli": {"server", "chat", "convert", "evaluation", "training", "loader"}
-    | {"blas", "checkpoint", "config", "experts", "kernels", "nano"},
+    | {"blas", "checkpoint", "config", "experts", "kernels", "nano", "tasks.talk"},
 }
 # These never load MLX, so that commands which need no arithmetic answer at once.
 WITHOUT_MLX = {"blas", "checkpoint", "config", "errors", "nano", "tasks", "units", "version"}

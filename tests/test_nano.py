@@ -67,3 +67,4 @@ def test_a_command_without_a_model_uses_it(
     out, err = capsys.readouterr()
     assert not end.value.code
     assert out.strip() and "no MODEL given" in err
+    assert ("I am K3 nano" in err) == (arguments[0] == "chat")

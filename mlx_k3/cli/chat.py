@@ -65,6 +65,8 @@ def chat(
 
     Examples:
 
+        mlx-k3 chat
+
         mlx-k3 chat ~/kimi-k3-mlx
 
         mlx-k3 chat ~/kimi-k3-mlx --system "Answer in one sentence." --no-thinking
@@ -100,8 +102,17 @@ def chat(
         if interactive:
             # One Ctrl-C too many, after an answer has stopped, must not end the conversation.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if model is None:
+            note(_introduction())
         conversation = Conversation(session, sampling, interactive, network.offload)
         conversation.run(_typed() if interactive else _piped())
+
+
+def _introduction() -> str:
+    """Who the bundled model is and what it can do, in its own words."""
+    from ..tasks.talk import ABILITIES, IDENTITY
+
+    return f"{IDENTITY} {ABILITIES}"
 
 
 def _recommended(model: Path) -> dict[str, float]:

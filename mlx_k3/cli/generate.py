@@ -58,6 +58,8 @@ def generate(
 
     Examples:
 
+        mlx-k3 generate --prompt "What is 47 + 85?"
+
         mlx-k3 generate ~/kimi-k3-mlx --prompt "What is a delta rule?"
 
         git diff | mlx-k3 generate ~/kimi-k3-mlx --system "Review this patch." --prompt -
