@@ -207,6 +207,23 @@ def test_balance_and_what_is_told_of_it(model: Model, batch: tuple, balance: str
             assert np.abs(moved).max() < 0.25 and abs(moved.sum()) < 1e-5
 
 
+def test_the_load_that_is_told_is_what_the_router_chose(
+    model: Model, batch: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    route, loads = moe.route, []
+
+    def recorded(logits: mx.array, *arguments: Any, **options: Any):
+        indices, weights = route(logits, *arguments, **options)
+        loads.append(np.bincount(np.array(indices).ravel(), minlength=logits.shape[-1]))
+        return indices, weights
+
+    monkeypatch.setattr(moe, "route", recorded)
+    parameters, biases = split(model)
+    step = make_step(model, Watch(), settings(), quantized=False)
+    told = step(State(parameters, biases, {}), *batch)[1].max_load.item()
+    assert len(loads) == 4 and told == pytest.approx(max(n.max() / n.mean() for n in loads))
+
+
 def test_quantile_balancing_balances(model: Model, batch: tuple) -> None:
     parameters, biases = split(model)
     step = make_step(model, Watch(), settings(balance_rate=0.5), quantized=False)

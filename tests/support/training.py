@@ -77,3 +77,13 @@ def threads_for_processes(monkeypatch: Any) -> None:
     """Let conversations be made by threads here, which start at once."""
     context = SimpleNamespace(Pool=ThreadPool)
     monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def without_speed(out: Path) -> list[dict[str, Any]]:
+    """The same, less what no two runs share."""
+    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records(out)]
