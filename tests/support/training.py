@@ -53,11 +53,11 @@ RUN = {
 }
 
 
-def write_start(folder: Path, like: Path, **sizes: Any) -> Path:
+def write_start(folder: Path, like: Path) -> Path:
     """What a run starts from; ``config.json`` is that of the folder ``like`` in other sizes."""
     config = json.loads((like / "config.json").read_text())
     config |= IDS | {"media_placeholder_token_id": RANKS + 21}
-    config["text_config"] |= IDS | SIZES | sizes
+    config["text_config"] |= IDS | SIZES
     (folder / "config.json").write_text(json.dumps(config))
     conversations = islice(training_examples(seed=1), 1500)
     (folder / "tiktoken.model").write_bytes(train_vocabulary(texts(conversations), RANKS))
