@@ -79,15 +79,33 @@ def prepare(folder: Path) -> None:
 
 
 def install(trained: Path) -> None:
-    """Put a trained release folder in the package."""
+    """Put a trained release folder in the package, with the logits it must give."""
     folder = NANO / "model"
     for path in folder.iterdir():
         if path.name != "README.md":
             path.unlink()
     for path in trained.iterdir():
         shutil.copyfile(path, folder / path.name)
+    write_expected()
     total_bytes = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder}: {total_bytes:,} bytes")
+
+
+def write_expected() -> None:
+    """Logits after a short prompt, computed by mlx-lm in float32: what doctor compares with."""
+    import mlx.core as mx
+    import numpy as np
+    from mlx.utils import tree_map
+    from mlx_lm.utils import load_model
+    from safetensors.numpy import save_file
+
+    model, _ = load_model(NANO / "model")
+    widen = lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w  # noqa: E731
+    model.update(tree_map(widen, model.parameters()))
+    ids = np.random.default_rng(0).integers(0, RANKS, (1, 24), np.int32)
+    logits = np.array(model(mx.array(ids))[:, -1])
+    save_file({"ids": ids, "last_logits": logits}, NANO / "expected.safetensors")
+    (NANO / "expected.safetensors").chmod(0o644)  # The library creates it for its owner only.
 
 
 def write_json(path: Path, value: dict) -> None:

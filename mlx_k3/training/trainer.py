@@ -95,11 +95,15 @@ class Trainer:
         first_quantized = int(config.steps * config.quantize_from)
         steps = {q: make_step(self.model, self._optimizer, config, quantized=q) for q in (0, 1)}
         folder = config.out / "checkpoints"
+        before = None
         try:
             for position, batch in islice(stream, config.steps - saved.step):
                 ids, weights = mx.array(batch.ids), mx.array(batch.weights)
                 state, metrics = steps[saved.step >= first_quantized](saved.state, ids, weights)
                 mx.async_eval(state, metrics)
+                # One step ahead of the device and no further: every step on its way needs memory.
+                mx.eval(before)
+                before = metrics
                 # In one go, for Ctrl-C may come between any two lines.
                 saved = checkpoints.Saved(state, saved.step + 1, position)
                 step = saved.step
@@ -111,6 +115,8 @@ class Trainer:
                     if step % config.evaluate_every == 0 or last:
                         record["held_out_loss"] = self._held_out_loss(state, held_out)
                     log.write(record)
+                    # Batches have several shapes; kept buffers of all of them would fill a GPU.
+                    mx.clear_cache()
                 if step % config.checkpoint_every == 0 or last:
                     checkpoints.save(folder, self._run, saved)
         except KeyboardInterrupt:
