@@ -131,12 +131,28 @@ def test_quickstart_converts_and_answers(checkout: Path) -> None:
             timeout=120,
         )
         assert result.returncode == 0, result.stdout + result.stderr
-        before, _, after = result.stdout.partition("$ mlx-k3 generate models/nano")
-        assert "$ mlx-k3 convert mlx_k3/nano/model models/nano" in before
-        answer = after.partition("\n")[2].partition("The bundled weights are random")[0]
-        assert len(answer.strip()) > 20
+        assert "$ mlx-k3 convert mlx_k3/nano/model models/nano" in result.stdout
+        _, shown, after = result.stderr.partition("$ mlx-k3 generate models/nano")
+        assert shown
+        assert after.rstrip().endswith("47 + 85 = 132.")
         assert "$ mlx-k3 chat" not in result.stdout  # Not on a terminal.
     assert (checkout / "models" / "nano" / "config.json").exists()
+
+
+def test_quickstart_fails_where_the_answer_is_wrong(checkout: Path) -> None:
+    script = checkout / ".venv" / "bin" / "mlx-k3"
+    text = script.read_text()
+    script.write_text(f"#!{BASH}\necho '47 + 85 = 131.'\n")
+    try:
+        result = subprocess.run(
+            [checkout / "scripts" / "quickstart"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        script.write_text(text)
+    assert result.returncode == 1 and "this answer is wrong" in result.stderr
 
 
 def test_quickstart_on_a_terminal_opens_a_chat(checkout: Path) -> None:
