@@ -6,6 +6,7 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_k3 import K3Error, UnsupportedError, load, nano, tasks
 from mlx_k3.chat.generation import stream_generate
@@ -140,18 +141,63 @@ def test_a_conversation_that_goes_on_continues_its_cache(tokenizer):
 
 
 def test_a_model_that_runs_on_into_another_turn_is_stopped(tokenizer):
-    question = [{"role": "user", "content": "Hi"}]
-    prompt = render_prompt(tokenizer, question)
-    said = transcript(tokenizer, question, {"role": "assistant", "content": "Hello"})
+    questions = [[{"role": "user", "content": text}] for text in ("Hi", "Hello")]
+    said, other = (
+        transcript(tokenizer, question, {"role": "assistant", "content": "Good day " * times})
+        for question, times in zip(questions, (1, 9), strict=True)
+    )
     # Instead of the end of its message, the beginning of the next.
-    said = [*said[:-4], *render_prompt(tokenizer, question, thinking_effort=None).ids]
-    alone = [*stream_generate(oracle(tokenizer, [said]), tokenizer, question, max_tokens=300)]
-    together = Batch(oracle(tokenizer, [said]), tokenizer, max_tokens=300, at_once=2)
-    together.ask(1, prompt)
-    [(_, answer)] = together.answers()
-    assert answer.finish_reason == "stop" and len(answer.ids) < 100
-    assert answer.message["content"] == "Hello"
-    assert answer.ids == alone[-1].reply.ids
+    said = [*said[:-4], *render_prompt(tokenizer, questions[0], thinking_effort=None).ids]
+    model = oracle(tokenizer, [said, other])
+    alone = [[*stream_generate(model, tokenizer, q, max_tokens=300)][-1].reply for q in questions]
+    together = Batch(model, tokenizer, max_tokens=300, at_once=2)
+    for i, question in enumerate(questions):
+        together.ask(i, render_prompt(tokenizer, question))
+    answers = dict(together.answers())
+    for i, reply in enumerate(alone):
+        assert answers[i] == Answer(reply.message, reply.ids, reply.finish_reason)
+        assert reply.finish_reason == "stop" and "Good day" in reply.text
+
+
+def test_a_token_that_the_tokenizer_does_not_know_is_never_chosen(tokenizer):
+    class WithSpareRows(Oracle):
+        def __call__(self, ids, cache):
+            logits = super().__call__(ids, cache)
+            return mx.concatenate([logits, mx.full((*ids.shape, 3), 99.0)], axis=-1)
+
+    question = [{"role": "user", "content": "Hi"}]
+    answer = {"role": "assistant", "content": "Hello"}
+    rows = len(tokenizer.table.pieces)
+    model = WithSpareRows([transcript(tokenizer, question, answer)], rows, lost=0)
+    together = Batch(model, tokenizer, max_tokens=99)
+    together.ask(0, render_prompt(tokenizer, question))
+    assert dict(together.answers())[0].message == answer
+
+
+class Heavy(Oracle):
+    """Carries a state of a megabyte a row along."""
+
+    def make_cache(self):
+        return [*super().make_cache(), ArraysCache(1)]
+
+    def __call__(self, ids, cache):
+        state = cache[1][0]
+        state = mx.zeros((len(ids), 1 << 18)) if state is None else state + 1
+        cache[1][0] = state
+        return super().__call__(ids, cache) + 0 * state[:, None, :1]
+
+
+def test_who_waits_to_go_on_keeps_no_memory_of_a_whole_batch(tokenizer):
+    asked = [e for e in examples("tools", items=40) if e.messages[-2]["role"] == "tool"]
+    spoken = [ids for e in asked for ids in transcripts(tokenizer, e)]
+    model = Heavy(spoken, len(tokenizer.table.pieces), lost=tokenizer.encode("x")[0])
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    result = exam(model, tokenizer, ["tools"], items=40)
+    peak_bytes = mx.get_peak_memory() - before
+    assert result.scores["tools"].right >= len(asked) > 30
+    # Some batches of 8 while one is computed from another, and a row of each who waits.
+    assert peak_bytes < 64 << 20
 
 
 # Scores of families
@@ -227,6 +273,7 @@ def test_a_call_is_answered_by_its_tool_and_a_wrong_one_is_wrong(tokenizer):
     assert item.said[-1] == result
     assert not item.hear(Answer(answer, [3], "stop"))
     assert item.right
+    assert not accuracy._Item(example, before).hear(Answer(call, [1], "length"))
     assert accuracy._failure(item).got == accuracy._failure(item).expected
 
 
