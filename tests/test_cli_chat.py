@@ -181,7 +181,9 @@ class Terminal:
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_a_conversation_on_a_terminal(folder, tmp_path):
     talk = tmp_path / "talk.json"
-    terminal = Terminal(tmp_path, folder, "--max-tokens", "20000", "--seed", "1")
+    # So hot that it babbles on instead of answering.
+    options = ("--max-tokens", "20000", "--seed", "1", "--temp", "20")
+    terminal = Terminal(tmp_path, folder, *options)
     try:
         terminal.expect("lists the commands")
         terminal.expect(">")

@@ -113,7 +113,7 @@ def test_sampling_depends_on_the_seed_alone(generate, folder):
         (("--prompt", "-"), "the prompt is empty"),
         (("--ids", ""), "are not numbers"),
         (("--ids", "1,x"), "are not numbers"),
-        (("--ids", "1,1280"), "1280 is outside the vocabulary, 0 to 1279"),
+        (("--ids", "1,1792"), "1792 is outside the vocabulary, 0 to 1791"),
         (("--ids", "-1"), "-1 is outside the vocabulary"),
         (("--ids", "1", "--system", "s"), "--system belongs to the chat format"),
         (("--prompt", "x", "--raw", "--no-thinking"), "--no-thinking belongs"),

@@ -12,7 +12,7 @@ from ..models.bank import Experts, weighted_sum
 from ..models.layers import gated_activation
 from .qat import mxfp4_fake_quantize
 
-CAPACITY = 1.5  # places of an expert, in units of its even share
+CAPACITY = 2.0  # places of an expert, in units of its even share
 ROUNDING = 16
 
 

@@ -20,6 +20,7 @@ from ..config import K3Config
 from ..convert.tokenizer import CONTROL_TOKENS, read_ranks, write_tokenizer
 from ..errors import K3Error, UnsupportedError
 from . import checkpoints
+from .balancing import expert_load, max_over_mean
 from .config import TrainConfig
 from .data import Batch, BatchStream, Position
 from .export import export
@@ -31,7 +32,7 @@ from .qat import GROUP
 from .schedule import learning_rate
 from .step import State, cross_entropy, initial_state, make_step, place
 
-HELD_OUT_BATCHES = 4
+HELD_OUT_BATCHES = 8
 
 
 class Trainer:
@@ -113,7 +114,7 @@ class Trainer:
                     record = {"step": step, "learning_rate": self._rate(mx.array(step - 1)).item()}
                     record |= {name: value.item() for name, value in metrics._asdict().items()}
                     if step % config.evaluate_every == 0 or last:
-                        record["held_out_loss"] = self._held_out_loss(state, held_out)
+                        record |= self._evaluate(state, held_out)
                     log.write(record)
                     # Batches have several shapes; kept buffers of all of them would fill a GPU.
                     mx.clear_cache()
@@ -141,15 +142,28 @@ class Trainer:
         with self._stream(folder, self.config.seed, **options) as stream:
             return [batch for _, batch in islice(stream, HELD_OUT_BATCHES)]
 
-    def _held_out_loss(self, state: State, batches: list[Batch]) -> float:
+    def _evaluate(self, state: State, batches: list[Batch]) -> dict[str, float]:
+        """The loss on ``batches``, and how evenly the experts are used there.
+
+        ``held_out_max_load`` and ``held_out_min_load`` are the busiest and the idlest expert's
+        load over the mean of its layer, the worst of all layers.
+        """
         place(self.model, as_stored(state.parameters), state.biases)
-        losses = []
+        config, top_k = self.model.config, self.model.config.num_experts_per_token
+        mlps = [self.model.layers[layer].mlp for layer in config.moe_layers]
+        losses, loads = [], [mx.array(0.0)] * len(mlps)
         for batch in batches:
             ids = mx.array(batch.ids)
             logits = self.model(ids[:, :-1])
             losses.append(cross_entropy(logits, ids[:, 1:], mx.array(batch.weights)))
-            mx.eval(losses)
-        return sum(loss.item() for loss in losses) / len(losses)
+            for i, (mlp, bias) in enumerate(zip(mlps, state.biases, strict=True)):
+                loads[i] = loads[i] + expert_load(mlp.gate.scores(config), bias, top_k)
+            mx.eval(losses, loads)
+        result = {"held_out_loss": (sum(losses) / len(losses)).item()}
+        if loads:
+            result["held_out_max_load"] = max(max_over_mean(load).item() for load in loads)
+            result["held_out_min_load"] = min((load.min() / load.mean()).item() for load in loads)
+        return result
 
     def _export(self, state: State) -> Path:
         """The result in release format, with the tokenizer and other files of the model folder."""
