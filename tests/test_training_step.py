@@ -194,7 +194,7 @@ def test_balance_and_what_is_told_of_it(model: Model, batch: tuple, balance: str
     step = make_step(model, Watch(), config, quantized=False)
     state, metrics = step(State(parameters, skewed, {}), *batch)
     assert metrics.max_load.item() == pytest.approx(8 / 2)
-    capacity = 32  # 1.5 times 160 / 8 pairs, rounded up to 16
+    capacity = 48  # twice 160 / 8 pairs, rounded up to 16
     assert metrics.dropped.item() == pytest.approx(2 * (TOKENS - capacity) / (2 * TOKENS))
     for bias in state.biases:
         if balance == "none":
