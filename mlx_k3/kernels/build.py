@@ -1,0 +1,205 @@
+"""A kernel's text becomes a kernel of the device at hand.
+
+Owns the choice of the backend, the text that MLX compiles for it, and the compiled kernels. Knows
+nothing of what a kernel computes. A kernel's file in ``source/`` holds helper functions and, last,
+the body between ``KERNEL {`` and ``}``; docs/kernels.md describes the dialect it is written in.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import mlx.core as mx
+
+Backend = Literal["metal", "cuda", "reference"]
+Output = tuple[Sequence[int], mx.Dtype]
+
+SOURCE = Path(__file__).parent / "source"
+SIMD = 32
+# Metal passes inputs with fewer elements in another address space, so their kernels differ.
+SMALL = 8
+
+# What a body knows of its place. MLX passes a Metal builtin only if the body has its name.
+BUILTINS = {
+    "LANE": ("thread_index_in_simdgroup", "threadIdx.x % 32"),
+    "SIMD_GROUP": ("simdgroup_index_in_threadgroup", "threadIdx.x / 32"),
+    "THREAD": ("thread_index_in_threadgroup", "threadIdx.x"),
+    "GROUP_X": ("threadgroup_position_in_grid.x", "blockIdx.x"),
+    "GROUP_Y": ("threadgroup_position_in_grid.y", "blockIdx.y"),
+    "GROUP_Z": ("threadgroup_position_in_grid.z", "blockIdx.z"),
+}
+
+_forced: Backend | None = None
+
+
+def backend() -> Backend:
+    """Which path the operations take: a GPU's kernels, or ``"reference"``, plain MLX ops."""
+    return _forced or _device_backend()
+
+
+@cache
+def _device_backend() -> Backend:
+    if mx.default_device().type != mx.gpu:
+        return "reference"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+@contextmanager
+def using(name: Backend) -> Iterator[None]:
+    """Have the operations take path ``name`` in a block, in every thread of the process."""
+    global _forced
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+class Text(NamedTuple):
+    """What MLX is given for one kernel."""
+
+    name: str
+    header: str
+    body: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One run of a kernel."""
+
+    kernel: "Kernel"
+    inputs: tuple[mx.array, ...]
+    outputs: tuple[Output, ...]
+    groups: tuple[int, int, int]
+    threads: int
+    template: tuple[tuple[str, int | bool | mx.Dtype], ...]
+    constants: tuple[tuple[str, float], ...]
+
+    def text(self, dialect: Literal["metal", "cuda"]) -> Text:
+        """The text; its name says all that it depends on, as MLX may reuse code by name."""
+        inputs = tuple((x.dtype, x.ndim == 0, x.size < SMALL) for x in self.inputs)
+        dtypes = tuple(dtype for _, dtype in self.outputs)
+        return _text(self.kernel.name, dialect, self.threads, self.constants, (inputs, dtypes))
+
+    def arguments(self) -> dict:
+        """The arguments of the call that MLX's kernels take."""
+        x, y, z = self.groups
+        return {
+            "inputs": list(self.inputs),
+            "template": list(self.template),
+            "grid": (x * self.threads, y, z),
+            "threadgroup": (self.threads, 1, 1),
+            "output_shapes": [tuple(shape) for shape, _ in self.outputs],
+            "output_dtypes": [dtype for _, dtype in self.outputs],
+        }
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel written in ``source/NAME.h``, compiled when it first runs.
+
+    ``inputs`` and ``outputs`` name the pointers its body sees, in order.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __call__(
+        self,
+        *inputs: mx.array,
+        outputs: Sequence[Output],
+        groups: tuple[int, int, int],
+        threads: int,
+        template: Mapping[str, int | bool | mx.Dtype] | None = None,
+        constants: Mapping[str, float] | None = None,
+    ) -> list[mx.array]:
+        """Run the kernel on the GPU.
+
+        Args:
+            inputs: one array for each name; made contiguous when they are not.
+            outputs: shape and dtype of every output; what the kernel does not write is undefined.
+            groups: how many threadgroups, along x, y and z.
+            threads: of a group, a multiple of 32; ``GROUP_SIZE`` to the body.
+            template: integers, booleans and types the body is compiled for.
+            constants: float32 values it is compiled with.
+        """
+        if len(inputs) != len(self.inputs) or len(outputs) != len(self.outputs) or threads % SIMD:
+            raise ValueError(f"kernel {self.name}: wrong number of inputs, outputs or threads")
+        launch = Launch(
+            self,
+            inputs,
+            tuple(outputs),
+            groups,
+            threads,
+            tuple((template or {}).items()),
+            tuple((constants or {}).items()),
+        )
+        return LAUNCHERS[backend()](launch)
+
+
+def _on_metal(launch: Launch) -> list[mx.array]:
+    return _compiled(mx.fast.metal_kernel, launch.kernel, launch.text("metal"))(
+        **launch.arguments()
+    )
+
+
+def _on_cuda(launch: Launch) -> list[mx.array]:
+    return _compiled(mx.fast.cuda_kernel, launch.kernel, launch.text("cuda"))(**launch.arguments())
+
+
+# How each backend runs a kernel. The reference has none: who asks for it does not get here.
+LAUNCHERS: dict[str, Callable[[Launch], list[mx.array]]] = {"metal": _on_metal, "cuda": _on_cuda}
+
+
+@cache
+def _compiled(factory: Callable, kernel: Kernel, text: Text) -> Callable[..., list[mx.array]]:
+    return factory(
+        name=text.name,
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        header=text.header,
+        source=text.body,
+    )
+
+
+@cache
+def _text(name: str, dialect: str, threads: int, constants: tuple, types: tuple) -> Text:
+    helpers, body = parts(name)
+    values = "".join(f"#define {key} ({_literal(value)})\n" for key, value in constants)
+    header = f"{_read(f'prelude.{dialect}.h')}\n#define GROUP_SIZE {threads}\n{values}\n{helpers}\n"
+    body = _builtins(body, dialect) + body
+    digest = hashlib.sha256(repr((header, body, types)).encode()).hexdigest()
+    return Text(f"{name}_{digest[:16]}", header, body)
+
+
+def parts(name: str) -> tuple[str, str]:
+    """The helpers and the body of ``source/NAME.h``."""
+    helpers, _, body = _read(f"{name}.h").partition("\nKERNEL {\n")
+    body, end, rest = body.rpartition("\n}")
+    if not end or rest.strip():
+        raise ValueError(f"{name}.h does not end with KERNEL {{ ... }}")
+    return helpers + "\n", body + "\n"
+
+
+def _builtins(body: str, dialect: str) -> str:
+    which = 0 if dialect == "metal" else 1
+    return "".join(
+        f"  const uint {name} = {sources[which]};\n"
+        for name, sources in BUILTINS.items()
+        if re.search(rf"\b{name}\b", body)
+    )
+
+
+def _literal(value: float) -> str:
+    return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.0f"
+
+
+@cache
+def _read(file: str) -> str:
+    return (SOURCE / file).read_text(encoding="utf-8")
