@@ -121,6 +121,10 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_quickstart_converts_and_answers(checkout: Path) -> None:
+    # Of another model: it makes way for this checkout's.
+    stale = checkout / "models" / "nano" / "model-trunk-00001-of-00001.safetensors"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"another model's")
     for _ in range(2):  # The second time finds everything done and answers again.
         result = subprocess.run(
             [checkout / "scripts" / "quickstart"],
@@ -136,6 +140,7 @@ def test_quickstart_converts_and_answers(checkout: Path) -> None:
         assert shown
         assert after.rstrip().endswith("47 + 85 = 132.")
         assert "$ mlx-k3 chat" not in result.stdout  # Not on a terminal.
+        assert not stale.exists()
     assert (checkout / "models" / "nano" / "config.json").exists()
 
 
