@@ -161,7 +161,7 @@ for position in range(1_000_000):
 
 
 def test_every_beginning_of_a_file_reads(tmp_path: Path) -> None:
-    path = write_decode(tmp_path / "a", routing(3, 2, 16, 4))
+    path = write_decode(tmp_path / "a", routing(3, 2))
     data = path.read_bytes()
     start = data.index(b"\n") + 1
     counts = set()
@@ -174,7 +174,7 @@ def test_every_beginning_of_a_file_reads(tmp_path: Path) -> None:
 
 
 def test_damage_before_the_end_is_reported(tmp_path: Path) -> None:
-    path = write_decode(tmp_path / "a", routing(3, 2, 16, 4))
+    path = write_decode(tmp_path / "a", routing(3, 2))
     data = bytearray(path.read_bytes())
     start = data.index(b"\n") + 1
     data[start + 20] ^= 0xFF
@@ -333,7 +333,7 @@ def test_decode_requests_leave_out_prefill_and_repetition(tmp_path: Path) -> Non
 
 
 def test_the_last_tokens_are_whole(tmp_path: Path) -> None:
-    choices = routing(9, 3, 16, 4)
+    choices = routing(9, 3)
     requests = decode_requests(read_trace(write_decode(tmp_path / "a", choices)))
     last = requests.last_tokens(2)
     assert (last.tokens, last.working_set, len(last.starts)) == (2, 12, 7)
@@ -454,7 +454,7 @@ def test_residency_of_a_known_sequence() -> None:
 
 
 def test_pools_by_size(tmp_path: Path) -> None:
-    trace = read_trace(write_decode(tmp_path / "a", routing(60, 6, 48, 4)))
+    trace = read_trace(write_decode(tmp_path / "a", routing(60, 6)))
     pools = simulate_pools(decode_requests(trace), trace.header | {"slots": 40})
     assert [p["slots"] for p in pools] == [6, 12, 24, 36, 40, 48, 72, 96]
     assert pools[2]["working_sets"] == 1 and pools[2]["pool_bytes"] == 24_000
@@ -467,7 +467,7 @@ def test_pools_by_size(tmp_path: Path) -> None:
 
 
 def test_several_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = read_trace(write_decode(tmp_path / "a", routing(20, 3, 16, 4)))
+    trace = read_trace(write_decode(tmp_path / "a", routing(20, 3)))
     requests = decode_requests(trace)
     monkeypatch.setattr("mlx_k3.experts.trace_report._FEW_STEPS", 0)
     alone = simulate_pools(requests, trace.header)
@@ -478,7 +478,7 @@ def test_several_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_command_prints_figures_and_draws(tmp_path: Path) -> None:
-    path = write_decode(tmp_path / "run.trace", routing(30, 4, 32, 4))
+    path = write_decode(tmp_path / "run.trace", routing(30, 4))
     picture = tmp_path / "run.png"
     result = CliRunner().invoke(app, ["trace", str(path), "--plot", str(picture)])
     assert result.exit_code == 0, result.output
@@ -495,7 +495,7 @@ def test_command_prints_figures_and_draws(tmp_path: Path) -> None:
     ("plot", "message"), [("a.docx", "cannot draw .docx"), ("no/such/a.png", "is no folder")]
 )
 def test_command_refuses_a_picture_it_cannot_draw(tmp_path: Path, plot: str, message: str) -> None:
-    path = write_decode(tmp_path / "run.trace", routing(3, 2, 16, 4))
+    path = write_decode(tmp_path / "run.trace", routing(3, 2))
     result = CliRunner().invoke(app, ["trace", str(path), "--plot", str(tmp_path / plot)])
     assert isinstance(result.exception, K3Error) and message in str(result.exception)
 
@@ -503,14 +503,14 @@ def test_command_refuses_a_picture_it_cannot_draw(tmp_path: Path, plot: str, mes
 def test_command_says_what_is_missing_to_draw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_decode(tmp_path / "run.trace", routing(3, 2, 16, 4))
+    path = write_decode(tmp_path / "run.trace", routing(3, 2))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = CliRunner().invoke(app, ["trace", str(path), "--plot", str(tmp_path / "a.png")])
     assert isinstance(result.exception, K3Error) and "mlx-k3[plot]" in str(result.exception)
 
 
 def test_command_reads_without_mlx(tmp_path: Path) -> None:
-    path = write_decode(tmp_path / "run.trace", routing(3, 2, 16, 4))
+    path = write_decode(tmp_path / "run.trace", routing(3, 2))
     code = (
         "import sys; from mlx_k3.cli import app; app(['trace', sys.argv[1]], standalone_mode=False)"
         "; sys.exit('mlx.core' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Traces without a model: routing that is skewed, remembers a little, and differs by layer."""
+"""Routing of a trained model: what the bundled one chose while it answered."""
 
 from pathlib import Path
 
@@ -6,28 +6,28 @@ import numpy as np
 
 from mlx_k3.experts.trace import TraceWriter
 
+# [tokens, layers, k], made by scripts/record_routing.py.
+RECORDED = np.load(Path(__file__).parents[1] / "data" / "nano-routing.npy").astype(np.int64)
+EXPERTS = 32
 
-def routing(
-    tokens: int, layers: int, experts: int, k: int, *, stay: float = 0.4, seed: int = 0
-) -> np.ndarray:
-    """[tokens, layers, k] experts, ascending.
 
-    Each layer has its own Zipf-like favourites; a token keeps about ``stay`` of what the token
-    before chose and draws the rest.
+def routing(tokens: int, layers: int, experts: int = EXPERTS, k: int = 4) -> np.ndarray:
+    """[tokens, layers, k] experts, ascending, as the bundled model chooses them.
+
+    More layers than it has are its layers at other times. More experts and a larger k (multiples
+    of its own) are several of its tokens side by side, each with experts of their own.
     """
-    rng = np.random.default_rng(seed)
-    ranks = np.stack([rng.permutation(experts) for _ in range(layers)])
-    favour = -0.6 * np.log1p(ranks)
-    chosen = np.zeros((layers, experts))
-    result = np.empty((tokens, layers, k), np.int64)
-    for token in range(tokens):
-        # The k largest of log p + Gumbel noise are k draws without replacement.
-        noise = rng.gumbel(size=(layers, experts))
-        kept = chosen * (rng.random((layers, experts)) < stay) * 100
-        result[token] = np.sort(np.argpartition(favour + noise + kept, -k)[:, -k:])
-        chosen[:] = 0
-        np.put_along_axis(chosen, result[token], 1, axis=1)
-    return result
+    recorded, width = len(RECORDED), RECORDED.shape[1]
+    copies, streams = experts // EXPERTS, k // RECORDED.shape[2]
+    chosen = []
+    for layer in range(layers):
+        parts = []
+        for stream in range(streams):
+            start = 131 * (layer // width) + 577 * stream
+            rows = RECORDED[(start + np.arange(tokens)) % recorded, layer % width]
+            parts.append(rows * copies + stream * (copies // streams))
+        chosen.append(np.sort(np.concatenate(parts, axis=1)))
+    return np.stack(chosen, axis=1)
 
 
 def write_decode(path: Path, choices: np.ndarray, *, expert_bytes: int = 1000) -> Path:
