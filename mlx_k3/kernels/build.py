@@ -84,7 +84,7 @@ class Launch:
         """The text; its name says all that it depends on, as MLX may reuse code by name."""
         inputs = tuple((x.dtype, x.ndim == 0, x.size < SMALL) for x in self.inputs)
         dtypes = tuple(dtype for _, dtype in self.outputs)
-        return _text(self.kernel.name, dialect, self.threads, self.constants, (inputs, dtypes))
+        return _text(self.kernel, dialect, self.threads, self.constants, (inputs, dtypes))
 
     def arguments(self) -> dict:
         """The arguments of the call that MLX's kernels take."""
@@ -99,7 +99,7 @@ class Launch:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel written in ``source/NAME.h``, compiled when it first runs.
 
@@ -109,6 +109,15 @@ class Kernel:
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    folder: Path = SOURCE
+
+    def parts(self) -> tuple[str, str]:
+        """The helpers and the body in the kernel's file."""
+        helpers, _, body = _read(self.folder / f"{self.name}.h").partition("\nKERNEL {\n")
+        body, end, rest = body.rpartition("\n}")
+        if not end or rest.strip():
+            raise ValueError(f"{self.name}.h does not end with KERNEL {{ ... }}")
+        return helpers + "\n", body + "\n"
 
     def __call__(
         self,
@@ -169,22 +178,14 @@ def _compiled(factory: Callable, kernel: Kernel, text: Text) -> Callable[..., li
 
 
 @cache
-def _text(name: str, dialect: str, threads: int, constants: tuple, types: tuple) -> Text:
-    helpers, body = parts(name)
-    values = "".join(f"#define {key} ({_literal(value)})\n" for key, value in constants)
-    header = f"{_read(f'prelude.{dialect}.h')}\n#define GROUP_SIZE {threads}\n{values}\n{helpers}\n"
+def _text(kernel: Kernel, dialect: str, threads: int, constants: tuple, types: tuple) -> Text:
+    helpers, body = kernel.parts()
+    prelude = _read(SOURCE / f"prelude.{dialect}.h")
+    values = "".join(f"#define {key} ({float(value)!r}f)\n" for key, value in constants)
+    header = f"{prelude}\n#define GROUP_SIZE {threads}\n{values}\n{helpers}\n"
     body = _builtins(body, dialect) + body
     digest = hashlib.sha256(repr((header, body, types)).encode()).hexdigest()
-    return Text(f"{name}_{digest[:16]}", header, body)
-
-
-def parts(name: str) -> tuple[str, str]:
-    """The helpers and the body of ``source/NAME.h``."""
-    helpers, _, body = _read(f"{name}.h").partition("\nKERNEL {\n")
-    body, end, rest = body.rpartition("\n}")
-    if not end or rest.strip():
-        raise ValueError(f"{name}.h does not end with KERNEL {{ ... }}")
-    return helpers + "\n", body + "\n"
+    return Text(f"{kernel.name}_{digest[:16]}", header, body)
 
 
 def _builtins(body: str, dialect: str) -> str:
@@ -196,10 +197,6 @@ def _builtins(body: str, dialect: str) -> str:
     )
 
 
-def _literal(value: float) -> str:
-    return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.0f"
-
-
 @cache
-def _read(file: str) -> str:
-    return (SOURCE / file).read_text(encoding="utf-8")
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

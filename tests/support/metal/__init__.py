@@ -1,5 +1,34 @@
-"""The host runner: Metal kernels compiled and executed without a GPU. See docs/kernels.md."""
+"""The host runner: Metal kernels checked, compiled and executed without a GPU.
 
+See docs/kernels.md.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from mlx_k3.kernels import build
+
+from .check import check
 from .execute import KernelFault, available, run
 
-__all__ = ["KernelFault", "available", "run"]
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Have the operations take the path of Metal in a block, each kernel checked and executed."""
+
+    def launch(launch: build.Launch) -> list[mx.array]:
+        check(launch)
+        return run(launch)
+
+    before = build.LAUNCHERS["metal"]
+    build.LAUNCHERS["metal"] = launch
+    try:
+        with build.using("metal"):
+            yield
+    finally:
+        build.LAUNCHERS["metal"] = before
+
+
+__all__ = ["KernelFault", "available", "check", "on_host", "run"]

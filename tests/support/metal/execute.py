@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +39,10 @@ PLACES = {
     "threadgroups_per_grid": "uint3{place->groups[0], place->groups[1], place->groups[2]}",
     "threads_per_threadgroup": "uint3{place->threads, 1, 1}",
 }
+
+
+# An array of the group as it is declared: its type, name and dimensions.
+SHARED_ARRAY = r"\bthreadgroup\s+([\w:<>, ]*?\w>?)\s+(\w+)((?:\s*\[[^\]]*\])+)"
 
 
 class KernelFault(AssertionError):
@@ -195,21 +198,16 @@ def _built(key: str, command, source: str | None = None, suffix: str = ".so") ->
 
 
 def _executable(text: str) -> str:
-    """The text with threadgroup arrays as objects of the machine."""
-    array = r"\bthreadgroup\s+([\w:<>, ]*?\w>?)\s+(\w+)((?:\s*\[[^\]]*\])+)"
-    return re.sub(
-        array,
-        r"auto& \2 = threadgroup_array<\1\3, __COUNTER__>(#\2)".replace("#\\2", '"\\2"'),
-        construct_vectors(text),
-    )
+    """The text with arrays of the group as objects of the machine."""
+    return re.sub(SHARED_ARRAY, r"THREADGROUP_ARRAY(\2, \3, \1)", construct_vectors(text))
 
 
 def _entry(text: MetalText) -> str:
     """The function that the machine calls for every thread."""
-    arguments = [
-        f"{'*' if p.scalar else ''}static_cast<{'' if p.output else 'const '}{p.type}*>(buffers[{i}])"
-        for i, p in enumerate(text.parameters)
-    ]
+    arguments = []
+    for i, p in enumerate(text.parameters):
+        const, dereference = "" if p.output else "const ", "*" if p.scalar else ""
+        arguments.append(f"{dereference}static_cast<{const}{p.type}*>(buffers[{i}])")
     arguments += [PLACES[name] for name in text.builtins]
     return (
         'extern "C" void host_entry(void* const* buffers, const host::Place* place) {\n'

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_k3.kernels.build import SMALL, Launch, parts
+from mlx_k3.kernels.build import SMALL, Kernel, Launch
 
 TYPES = {
     mx.bool_: "bool",
@@ -73,11 +73,11 @@ def metal_text(launch: Launch) -> MetalText:
     signature = [p.declaration(i) for i, p in enumerate(parameters)]
     signature += [f"  {BUILTINS[name]} {name} [[{name}]]" for name in builtins]
     name = f"custom_kernel_{given.name}"
-    text = _numbered(launch.kernel.name, given.header)
+    text = _numbered(launch.kernel, given.header)
     if launch.template:
         text += f"template <{', '.join(_template_parameter(*x) for x in launch.template)}>\n"
     text += f"[[kernel]] void {name}(\n" + ",\n".join(signature) + ") {\n"
-    text += _numbered(launch.kernel.name, given.body) + "\n}\n"
+    text += _numbered(launch.kernel, given.body) + "\n}\n"
     arguments = ", ".join(_template_argument(value) for _, value in launch.template)
     function = f"{name}<{arguments}>" if launch.template else name
     return MetalText(launch.kernel.name, function, text, tuple(parameters), tuple(builtins))
@@ -107,12 +107,12 @@ def _template_argument(value: int | bool | mx.Dtype) -> str:
     return TYPES[value] if isinstance(value, mx.Dtype) else str(int(value))
 
 
-def _numbered(kernel: str, text: str) -> str:
+def _numbered(kernel: Kernel, text: str) -> str:
     """``text`` with the line numbers of the kernel's file before what comes from there."""
-    helpers, body = parts(kernel)
+    helpers, body = kernel.parts()
     first = helpers.count("\n") + 2
     for part, line in ((helpers, 1), (body, first)):
-        text = text.replace(part, f'#line {line} "{kernel}.h"\n{part}')
+        text = text.replace(part, f'#line {line} "{kernel.name}.h"\n{part}')
     return text
 
 

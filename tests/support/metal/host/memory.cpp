@@ -50,7 +50,7 @@ struct Cell {  // an item's name for people
 void race(const Region& region, size_t offset, const char* does, const char* did, uint16_t other) {
   char whom[32] = "several threads";
   if (other < SEVERAL) snprintf(whom, sizeof whom, "thread %u", other);
-  fail("%s %s, which %s %s with no barrier between", does, Cell(region, offset).text, whom, did);
+  fail("%s %s, which %s %s", does, Cell(region, offset).text, whom, did);
 }
 
 struct Now {
@@ -79,8 +79,8 @@ void read_item(Region& region, Item& item, size_t offset) {
   if (item.writer == NOBODY || (region.kind == SHARED && of_other_group)) {
     fail("reads %s, which nobody has written", Cell(region, offset).text);
   }
-  if (of_other_group) race(region, offset, "reads", "of another group wrote", item.writer);
-  if (!now.after_write(item)) race(region, offset, "reads", "wrote", item.writer);
+  if (of_other_group) race(region, offset, "reads", "of another group wrote too", item.writer);
+  if (!now.after_write(item)) race(region, offset, "reads", "wrote with no barrier between", item.writer);
   if (item.reader == NOBODY || item.read_phase != now.phase) {
     item.reader = now.thread;
     item.reader_simd = now.simd;
@@ -99,10 +99,10 @@ void write_item(Region& region, Item& item, size_t offset) {
   const Now now(region.kind);
   const bool of_other_group = item.writer != NOBODY && item.write_phase < clock.group_began;
   if (region.kind == OUTPUT && of_other_group) {
-    race(region, offset, "writes", "of another group wrote", item.writer);
+    race(region, offset, "writes", "of another group wrote too", item.writer);
   }
-  if (!now.after_write(item)) race(region, offset, "writes", "wrote", item.writer);
-  if (!now.after_reads(item)) race(region, offset, "writes", "read", item.reader);
+  if (!now.after_write(item)) race(region, offset, "writes", "wrote with no barrier between", item.writer);
+  if (!now.after_reads(item)) race(region, offset, "writes", "read with no barrier between", item.reader);
   item.writer = now.thread;
   item.write_phase = now.phase;
   item.write_simd_phase = now.simd_phase;

@@ -271,11 +271,19 @@ T simd_shuffle_up(T x, ushort delta, int line = __builtin_LINE()) {
 using namespace metal;
 
 // An array of the group, which the runner makes of `threadgroup T name[...]`.
+template <typename T>
+struct ItemBytes {
+  static constexpr size_t value = sizeof(T);
+};
+template <typename T, size_t N>
+struct ItemBytes<T[N]> : ItemBytes<T> {};
+
 template <typename T, int ID>
 T& threadgroup_array(const char* name) {
-  typedef T Array;
-  return *static_cast<Array*>(host::shared(ID, sizeof(T), sizeof(*T()), name));
+  return *static_cast<T*>(host::shared(ID, sizeof(T), ItemBytes<T>::value, name));
 }
+#define THREADGROUP_ARRAY(name, dimensions, ...) \
+  auto& name = threadgroup_array<__VA_ARGS__ dimensions, __COUNTER__>(#name)
 
 // Functions may be called with any pointer here; metal_addresses.h tells them apart.
 #define device
