@@ -27,7 +27,7 @@ def launch(tmp_path: Path):
         folder.mkdir()
         (folder / "tried.h").write_text(text)
         settings = {"groups": (1, 1, 1), "threads": 64, "template": (), "constants": ()} | how
-        kernel = Kernel("tried", ("x",), ("y",), folder)
+        kernel = Kernel("tried", ("x",), ("y",), folder=folder)
         outputs = ((x.shape if shape is None else shape, x.dtype),)
         return Launch(kernel, (x,), outputs, **settings)
 
@@ -112,6 +112,25 @@ def test_each_shuffle_takes_the_lane_it_names(launch) -> None:
     want = np.stack([simd + 31 - lane, simd + (lane ^ 5), down, np.full(64, 31)], axis=1)
     got = run(launch(body, X, shape=(64, 4)))[0]
     assert got.tolist() == want.tolist()
+
+
+def test_matrix_product_of_a_simd_group(launch) -> None:
+    """The lanes hold what Apple's hold: two neighbours of a row each."""
+    body = """
+        const uint row = LANE / 16 * 4 + LANE / 2 % 4, column = LANE / 8 % 2 * 4 + LANE % 2 * 2;
+        simdgroup_float8x8 a, b, c;
+        for (int i = 0; i < 2; ++i) {
+          a.thread_elements()[i] = x[row * 8 + column + i];
+          b.thread_elements()[i] = x[64 + row * 8 + column + i];
+          c.thread_elements()[i] = 1.0f;
+        }
+        simdgroup_multiply_accumulate(c, a, b, c);
+        for (int i = 0; i < 2; ++i) y[row * 8 + column + i] = c.thread_elements()[i];
+    """
+    x = mx.random.normal((2, 8, 8))
+    product = launch(body, x, shape=(8, 8), threads=32)
+    check(product)
+    assert mx.allclose(run(product)[0], x[0] @ x[1] + 1, atol=1e-5)
 
 
 def test_places_in_the_grid(launch) -> None:

@@ -103,12 +103,14 @@ class Launch:
 class Kernel:
     """A kernel written in ``source/NAME.h``, compiled when it first runs.
 
-    ``inputs`` and ``outputs`` name the pointers its body sees, in order.
+    ``inputs`` and ``outputs`` name the pointers its body sees, in order; ``needs`` the parts of the
+    dialect beyond the prelude, such as ``"mma"`` of ``mma.metal.h`` and ``mma.cuda.h``.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
     folder: Path = SOURCE
 
     def parts(self) -> tuple[str, str]:
@@ -180,7 +182,8 @@ def _compiled(factory: Callable, kernel: Kernel, text: Text) -> Callable[..., li
 @cache
 def _text(kernel: Kernel, dialect: str, threads: int, constants: tuple, types: tuple) -> Text:
     helpers, body = kernel.parts()
-    prelude = _read(SOURCE / f"prelude.{dialect}.h")
+    files = [f"{part}.{dialect}.h" for part in ("prelude", *kernel.needs)]
+    prelude = "\n".join(_read(SOURCE / file) for file in files)
     values = "".join(f"#define {key} ({float(value)!r}f)\n" for key, value in constants)
     header = f"{prelude}\n#define GROUP_SIZE {threads}\n{values}\n{helpers}\n"
     body = _builtins(body, dialect) + body

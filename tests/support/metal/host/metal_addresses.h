@@ -100,6 +100,12 @@ T simd_shuffle_down(T, ushort);
 template <typename T>
 T simd_shuffle_up(T, ushort);
 
+struct simdgroup_float8x8 {
+  float2& thread_elements();
+};
+void simdgroup_multiply_accumulate(simdgroup_float8x8&, simdgroup_float8x8, simdgroup_float8x8,
+                                   simdgroup_float8x8);
+
 }  // namespace metal
 
 using namespace metal;

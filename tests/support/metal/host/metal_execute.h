@@ -266,6 +266,34 @@ T simd_shuffle_up(T x, ushort delta, int line = __builtin_LINE()) {
   return delta <= host::lane() ? simd_at<T>(values, host::lane() - delta) : x;
 }
 
+// A matrix of 8 x 8 of which each lane holds two neighbours of a row.
+struct simdgroup_float8x8 {
+  float2 mine;
+  float2& thread_elements() { return mine; }
+};
+
+inline uint matrix_lane(uint row, uint column) {
+  return row / 4 * 16 + column / 4 * 8 + row % 4 * 2 + column / 2 % 2;
+}
+
+inline void simdgroup_multiply_accumulate(simdgroup_float8x8& d, const simdgroup_float8x8& a,
+                                          const simdgroup_float8x8& b, const simdgroup_float8x8& c,
+                                          int line = __builtin_LINE()) {
+  const float2 mine[2] = {a.mine, b.mine};
+  const char* values = host::exchange(mine, sizeof mine, "a matrix product", line);
+  const uint lane = host::lane();
+  const uint row = lane / 16 * 4 + lane / 2 % 4, column = lane / 8 % 2 * 4 + lane % 2 * 2;
+  float2 sum = c.mine;
+  for (uint k = 0; k < 8; ++k) {
+    const float* from_a = reinterpret_cast<const float*>(values + matrix_lane(row, k) * host::SLOT);
+    for (uint i = 0; i < 2; ++i) {
+      const char* from_b = values + matrix_lane(k, column + i) * host::SLOT + sizeof(float2);
+      sum[i] += from_a[k % 2] * reinterpret_cast<const float*>(from_b)[(column + i) % 2];
+    }
+  }
+  d.mine = sum;
+}
+
 }  // namespace metal
 
 using namespace metal;

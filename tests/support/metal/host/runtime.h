@@ -18,7 +18,7 @@ void barrier(int fence, int line);
 void simd_barrier(int fence, int line);
 
 // Gives `mine` to the lanes of the simd group; returns all 32 values, SLOT bytes apart.
-constexpr size_t SLOT = 16;
+constexpr size_t SLOT = 32;
 const char* exchange(const void* mine, size_t bytes, const char* name, int line);
 
 unsigned lane();
