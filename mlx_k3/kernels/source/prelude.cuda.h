@@ -9,7 +9,7 @@
 #define LOCAL
 #define INLINE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
-#define SHARED(type, name, count) __shared__ type name[count]
+#define SHARED(type, name, count) __shared__ __align__(16) type name[count]
 
 #define BARRIER() __syncthreads()
 #define BARRIER_DEVICE() __syncthreads()

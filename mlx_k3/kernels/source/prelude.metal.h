@@ -6,7 +6,7 @@
 #define LOCAL thread
 #define INLINE METAL_FUNC
 #define UNROLL _Pragma("clang loop unroll(full)")
-#define SHARED(type, name, count) threadgroup type name[count]
+#define SHARED(type, name, count) alignas(16) threadgroup type name[count]
 
 // Orders what the threads of a group read and write in SHARED memory.
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)

@@ -42,7 +42,7 @@ PLACES = {
 
 
 # An array of the group as it is declared: its type, name and dimensions.
-SHARED_ARRAY = r"\bthreadgroup\s+([\w:<>, ]*?\w>?)\s+(\w+)((?:\s*\[[^\]]*\])+)"
+SHARED_ARRAY = r"(?:alignas\(16\)\s+)?\bthreadgroup\s+([\w:<>, ]*?\w>?)\s+(\w+)((?:\s*\[[^\]]*\])+)"
 
 
 class KernelFault(AssertionError):

@@ -18,6 +18,7 @@ constexpr int POISON = 0xCD;
 constexpr int MOST_REGIONS = 64;
 constexpr int FIRST_SHARED = 32;
 constexpr uintptr_t STRIDE = uintptr_t(1) << 32;
+constexpr size_t ALIGNMENT = 16;  // of a region: no more than this can be relied on
 constexpr size_t MOST_SHARED_BYTES = 32 << 10;  // what Apple's GPUs have
 
 constexpr uint16_t NOBODY = 0xFFFF, SEVERAL = 0xFFFE;
@@ -140,9 +141,10 @@ void place_region(int number, const char* name, Kind kind, size_t bytes, size_t 
   }
   if (number >= MOST_REGIONS) return fail("%s is one array too many", name);
   Region& region = regions[number];
-  region.base = reservation + number * STRIDE + STRIDE / 2;
-  region.mapped_bytes = (bytes + 4095) / 4096 * 4096;
-  if (mprotect(region.base, region.mapped_bytes, PROT_READ | PROT_WRITE) != 0) {
+  char* page = reservation + number * STRIDE + STRIDE / 2;
+  region.base = page + ALIGNMENT;
+  region.mapped_bytes = (ALIGNMENT + bytes + 4095) / 4096 * 4096;
+  if (mprotect(page, region.mapped_bytes, PROT_READ | PROT_WRITE) != 0) {
     return fail("no memory for %s", name);
   }
   region.name = name;
@@ -158,8 +160,9 @@ void* region_base(int number) { return regions[number].base; }
 void forget_regions() {
   for (Region& region : regions) {
     if (region.mapped_bytes) {
-      madvise(region.base, region.mapped_bytes, MADV_DONTNEED);
-      mprotect(region.base, region.mapped_bytes, PROT_NONE);
+      char* page = region.base - ALIGNMENT;
+      madvise(page, region.mapped_bytes, MADV_DONTNEED);
+      mprotect(page, region.mapped_bytes, PROT_NONE);
     }
     region = Region();
   }
