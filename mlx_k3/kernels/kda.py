@@ -1,8 +1,30 @@
-"""Kimi Delta Attention over any number of tokens: the one call the model makes."""
+"""Kimi Delta Attention over any number of tokens: the one call the model makes.
+
+Owns the choice between plain MLX ops and two kernels: one over all chunks at once, one along them.
+Knows nothing of the layer around it; ``kda_decode.py`` has the whole layer for a few tokens.
+"""
 
 import mlx.core as mx
 
+from .build import Kernel, backend
 from .kda_reference import kda_chunked, kda_step
+
+CHUNK = 32  # tokens solved together by the kernels
+WIDTHS = (32, 64, 128)  # of a head, in the kernels
+SCRATCH_BYTES = 1 << 30  # bound on what passes between the kernels; longer inputs go in segments
+
+_CHUNKS = Kernel(
+    "kda_prefill_chunks",
+    inputs=("q", "k", "v", "log_decay", "beta", "mask", "place"),
+    outputs=("q_start", "k_end", "w_k", "w_v", "qk", "decay"),
+    needs=("mma",),
+)
+_STATES = Kernel(
+    "kda_prefill_states",
+    inputs=("q_start", "k_end", "w_k", "w_v", "qk", "decay", "state_in", "place"),
+    outputs=("o", "state_out"),
+    needs=("mma",),
+)
 
 
 def kda(
@@ -15,6 +37,9 @@ def kda(
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Gated delta rule with per-channel decay, continued from ``state``.
+
+    Differentiable by way of the plain ops. On CUDA, products are in bfloat16 and TF32 if q, k and
+    v are all bfloat16, else in float32's precision.
 
     Args:
         q, k: ``[B, T, H, K]``, normalised; ``q`` carries the scale.
@@ -29,6 +54,34 @@ def kda(
         The outputs ``[B, T, H, V]`` and the state ``[B, H, V, K]``, both float32. Outputs at
         masked tokens are unspecified but finite.
     """
+    B, _, H, K = q.shape
+    V = v.shape[-1]
+    if backend() == "reference" or K != V or K not in WIDTHS:
+        return plain_kda(q, k, v, log_decay, beta, state, mask)
+    if state is None:
+        state = mx.zeros((B, H, V, K), mx.float32)
+
+    @mx.custom_function
+    def by_kernels(*inputs):
+        return _kda(*inputs, mask)
+
+    @by_kernels.vjp
+    def by_kernels_vjp(primals, cotangents, _):
+        return mx.vjp(lambda *inputs: plain_kda(*inputs, mask), primals, cotangents)[1]
+
+    return by_kernels(q, k, v, log_decay, beta, state)
+
+
+def plain_kda(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """:func:`kda` in plain MLX ops."""
     B, T, H, K = q.shape
     q, k, v, log_decay, beta = (x.astype(mx.float32) for x in (q, k, v, log_decay, beta))
     if state is None:
@@ -41,3 +94,43 @@ def kda(
         return kda_chunked(q, k, v, log_decay, beta, state)
     output, state = kda_step(*(x.squeeze(1) for x in (q, k, v, log_decay, beta)), state)
     return output[:, None], state
+
+
+def _kda(q, k, v, log_decay, beta, state, mask):
+    """:func:`kda` by the kernels, as many tokens at once as the scratch bound allows."""
+    B, T, H, D = q.shape
+    exact = any(x.dtype != mx.bfloat16 for x in (q, k, v))
+    dtype = mx.float32 if exact else mx.bfloat16
+    token_bytes = B * H * (4 * D + CHUNK) * dtype.size
+    most = max(SCRATCH_BYTES // token_bytes // CHUNK, 1) * CHUNK
+    how = {"W": dtype, "D": D, "HEADS": H, "EXACT": exact}
+    outputs = []
+    for first in range(0, T, most):
+        tokens = min(most, T - first)
+        N = -(-tokens // CHUNK)
+        tall, wide, square = (D, CHUNK), (CHUNK, D), (CHUNK, CHUNK)
+        chunks = _CHUNKS(
+            *(q, k, v, log_decay, beta, no_mask() if mask is None else mask),
+            mx.array([T, first, N], mx.int32),
+            outputs=[
+                *(((B, H, N, *shape), dtype) for shape in (wide, tall, wide, wide, square)),
+                ((B, H, N, D), mx.float32),
+            ],
+            groups=(N, H, B),
+            threads=D,
+            template={**how, "MASKED": mask is not None},
+        )
+        output, state = _STATES(
+            *(*chunks, state.astype(mx.float32), mx.array([tokens, N], mx.int32)),
+            outputs=[((B, tokens, H, D), mx.float32), (state.shape, mx.float32)],
+            groups=(D // 32, H, B),
+            threads=64 if D == 32 else 128,
+            template=how,
+        )
+        outputs.append(output)
+    return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)), state
+
+
+def no_mask() -> mx.array:
+    """What stands in a mask's place in a kernel that does not read it."""
+    return mx.array([True])

@@ -1,0 +1,144 @@
+"""One layer's Kimi Delta Attention for a few new tokens, from its projections to its output.
+
+Owns all between the layer's input and output projections when text is generated, where one kernel
+takes the place of some twenty operations. Knows nothing of prefill and of rows padded right.
+"""
+
+import mlx.core as mx
+
+from .build import Kernel, backend
+from .kda import no_mask, plain_kda
+from .kda_reference import kda_log_decay, l2norm
+from .short_conv import short_conv
+
+MOST_TOKENS = 8
+WIDTHS = (32, 64, 128)  # of a head, in the kernel
+L2_EPS = 1e-6
+
+Results = tuple[mx.array, mx.array, mx.array]
+
+_KERNEL = Kernel(
+    "kda_decode",
+    inputs=(
+        *("qkv", "conv_in", "conv_weight", "a", "A_log", "dt_bias", "b", "g", "o_norm"),
+        *("state_in", "mask"),
+    ),
+    outputs=("y", "conv_out", "state_out"),
+)
+
+
+def kda_decode(
+    qkv: mx.array,
+    conv_state: mx.array,
+    conv_weight: mx.array,
+    a: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    b: mx.array,
+    g: mx.array,
+    o_norm: mx.array,
+    state: mx.array,
+    *,
+    lower_bound: float | None,
+    eps: float,
+    mask: mx.array | None = None,
+) -> Results:
+    """Short convolutions, gate, delta rule and gated norm for ``T`` new tokens, 1 to 8.
+
+    Args:
+        qkv: ``[B, T, 3 H D]``, projections to queries, keys and values.
+        conv_state: ``[B, W - 1, 3 H D]``, the convolution's inputs before them.
+        conv_weight: ``[3 H D, W]``; the last tap multiplies the current token.
+        a: ``[B, T, H D]``, projection to the decay's gate.
+        A_log, dt_bias: ``[H]`` and ``[H D]``, see :func:`kda_log_decay`.
+        b: ``[B, T, H]``, projection to the update's strength.
+        g: ``[B, T, H D]``, projection to the output's gate.
+        o_norm: ``[D]``, weight of the output's norm.
+        state: ``[B, H, D, D]`` float32, values by keys.
+        lower_bound: strongest log decay, or None for the form without one.
+        eps: of the output's norm.
+        mask: ``[B, T]`` bool; tokens where it is False leave the state as it is and count as zeros
+            in the convolution, whatever the other inputs hold there (left padding).
+
+    Returns:
+        The gated outputs ``[B, T, H D]`` in ``qkv``'s dtype, unspecified but finite at masked
+        tokens, and the new ``conv_state`` and ``state``.
+    """
+    inputs = (qkv, conv_state, conv_weight, a, A_log, dt_bias, b, g, o_norm, state)
+    fused = backend() != "reference" and o_norm.size in WIDTHS
+    return (_fused if fused else kda_decode_reference)(
+        *inputs, lower_bound=lower_bound, eps=eps, mask=mask
+    )
+
+
+def kda_decode_reference(
+    qkv: mx.array,
+    conv_state: mx.array,
+    conv_weight: mx.array,
+    a: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    b: mx.array,
+    g: mx.array,
+    o_norm: mx.array,
+    state: mx.array,
+    *,
+    lower_bound: float | None,
+    eps: float,
+    mask: mx.array | None = None,
+) -> Results:
+    """:func:`kda_decode` in plain MLX ops."""
+    (B, T, _), H, D = qkv.shape, A_log.size, o_norm.size
+    if mask is not None:
+        a, b, g = (mx.where(mask[..., None], x, 0) for x in (a, b, g))
+    x, conv_state = short_conv(qkv, conv_weight, conv_state, mask)
+    x = x.reshape(B, T, 3, H, D)
+    output, state = plain_kda(
+        l2norm(x[:, :, 0], L2_EPS) * D**-0.5,
+        l2norm(x[:, :, 1], L2_EPS),
+        x[:, :, 2],
+        kda_log_decay(a.reshape(B, T, H, D), A_log, dt_bias.reshape(H, D), lower_bound),
+        mx.sigmoid(b.astype(mx.float32)),
+        state,
+        mask,
+    )
+    gate = mx.sigmoid(g.reshape(B, T, H, D).astype(mx.float32))
+    y = mx.fast.rms_norm(output, o_norm.astype(mx.float32), eps) * gate
+    return y.reshape(B, T, H * D).astype(qkv.dtype), conv_state, state
+
+
+def _fused(
+    *inputs: mx.array, lower_bound: float | None, eps: float, mask: mx.array | None
+) -> Results:
+    """:func:`kda_decode` by the kernel; its array arguments in their order."""
+    qkv, conv_state, conv_weight, _, A_log, _, _, _, o_norm, state = inputs
+    (B, T, _), H, D = qkv.shape, A_log.size, o_norm.size
+    if T > MOST_TOKENS:
+        raise ValueError(f"kda_decode takes at most {MOST_TOKENS} tokens, not {T}")
+    y, conv_state, state = _KERNEL(
+        *inputs,
+        no_mask() if mask is None else mask,
+        outputs=(
+            ((B, T, H * D), qkv.dtype),
+            (conv_state.shape, qkv.dtype),
+            (state.shape, mx.float32),
+        ),
+        groups=(H, B, 1),
+        threads=4 * D,
+        template={
+            "T": qkv.dtype,
+            "D": D,
+            "HEADS": H,
+            "N": T,
+            "TAPS": conv_weight.shape[-1],
+            "BOUNDED": lower_bound is not None,
+            "MASKED": mask is not None,
+        },
+        constants={
+            "SCALE": D**-0.5,
+            "L2_EPS": L2_EPS,
+            "NORM_EPS": eps,
+            "LOWER_BOUND": lower_bound or 0.0,
+        },
+    )
+    return y, conv_state, state
