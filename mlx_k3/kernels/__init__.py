@@ -1,10 +1,12 @@
 """The model's operations, each picked once for the device at hand.
 
 Every operation has a reference in plain MLX ops that defines what is right, runs anywhere and is
-differentiable; :func:`backend` names the path that runs.
+differentiable. On a GPU some run as kernels; :func:`backend` names the path, and :func:`using`
+takes another one for a while, to compare.
 """
 
-from .attention_residual import attention_residual
+from .attention_residual import attention_residual, residual_step
+from .build import backend, using
 from .host import sigmoid, silu, softmax
 from .kda import kda
 from .kda_reference import kda_log_decay, l2norm
@@ -13,12 +15,6 @@ from .router import route
 from .short_conv import short_conv
 from .situ import situ
 
-
-def backend() -> str:
-    """Which path the operations take: ``"reference"``, plain MLX ops."""
-    return "reference"
-
-
 __all__ = [
     "attention_residual",
     "backend",
@@ -26,10 +22,12 @@ __all__ = [
     "kda_log_decay",
     "l2norm",
     "quantized_matmul",
+    "residual_step",
     "route",
     "short_conv",
     "sigmoid",
     "silu",
     "situ",
     "softmax",
+    "using",
 ]

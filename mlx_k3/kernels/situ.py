@@ -5,7 +5,14 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
+from .build import Kernel, backend
+from .gradient import differentiable
 from .host import on_host
+
+PER_THREAD = 4
+THREADS = 256
+
+_KERNEL = Kernel("situ", inputs=("gate", "up"), outputs=("y",))
 
 
 def situ(
@@ -21,6 +28,8 @@ def situ(
     ``gate`` and ``up`` have the same shape; without a ``linear_beta``, ``up`` is used as it is.
     The result has ``up``'s dtype. ``use_host`` is :func:`~.host.on_host`'s.
     """
+    if backend() != "reference":
+        return _by_kernel(beta, linear_beta)(gate, up)
     f = _situ(beta, linear_beta)
     y = f(gate.astype(mx.float32), up.astype(mx.float32), use_host=use_host)
     return y.astype(up.dtype)
@@ -48,3 +57,24 @@ def _situ(beta: float, linear_beta: float | None):
         return y
 
     return on_host(reference, host)
+
+
+@cache
+def _by_kernel(beta: float, linear_beta: float | None):
+    def kernel(gate: mx.array, up: mx.array) -> mx.array:
+        (y,) = _KERNEL(
+            gate.reshape(-1),
+            up.reshape(-1),
+            outputs=[((up.size,), up.dtype)],
+            groups=(-(-up.size // (THREADS * PER_THREAD)), 1, 1),
+            threads=THREADS,
+            template={"T": up.dtype, "PER": PER_THREAD, "LINEAR": linear_beta is not None},
+            constants={"BETA": beta, "LINEAR_BETA": linear_beta or 1.0},
+        )
+        return y.reshape(up.shape)
+
+    def reference(gate: mx.array, up: mx.array) -> mx.array:
+        y = _situ(beta, linear_beta)(gate.astype(mx.float32), up.astype(mx.float32))
+        return y.astype(up.dtype)
+
+    return differentiable(kernel, reference)

@@ -6,10 +6,13 @@ Knows how MLX's ``cuda_kernel`` writes the function and what its header brings a
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_k3.kernels import build
 from mlx_k3.kernels.build import Launch
 
 from .metal import KernelFault
@@ -24,6 +27,15 @@ HEADER = """
 #include <cuda_fp16.h>
 #include <cooperative_groups.h>
 #define inf (__int_as_float(0x7f800000))
+namespace mlx::core::cu {
+template <typename T>
+struct Array {
+  T items[10];
+  __device__ const T& operator[](int i) const { return items[i]; }
+};
+using Shape = Array<int32_t>;
+using Strides = Array<int64_t>;
+}
 """
 
 
@@ -35,10 +47,15 @@ def available() -> bool:
 def cuda_text(launch: Launch, header: str = HEADER) -> str:
     """The text for ``launch``; unlike Metal's, template arguments are names in the body."""
     given = launch.text("cuda")
-    parameters = [
-        f"    const {NAMES[x.dtype]}* {name}"
-        for name, x in zip(launch.kernel.inputs, launch.inputs, strict=True)
-    ]
+    parameters = []
+    for name, x in zip(launch.kernel.inputs, launch.inputs, strict=True):
+        parameters.append(f"    const {NAMES[x.dtype]}* {name}")
+        about = {"shape": "Shape", "strides": "Strides", "ndim": "int"}
+        parameters += [
+            f"    const __grid_constant__ {type_} {name}_{what}"
+            for what, type_ in about.items()
+            if f"{name}_{what}" in given.body
+        ]
     parameters += [
         f"    {NAMES[dtype]}* {name}"
         for name, (_, dtype) in zip(launch.kernel.outputs, launch.outputs, strict=True)
@@ -53,6 +70,24 @@ def cuda_text(launch: Launch, header: str = HEADER) -> str:
             kind = "bool" if isinstance(value, bool) else "int"
             text += f"  constexpr {kind} {name} = {str(value).lower()};\n"
     return text + given.body + "\n}\n\n}  // namespace mlx::core::cu\n"
+
+
+@contextmanager
+def compiling(*options: str) -> Iterator[list[str]]:
+    """Compile the CUDA text of every kernel that runs in a block; what the assembler says."""
+    told = []
+
+    def launch(launch: Launch) -> list[mx.array]:
+        told.append(compile_cuda(launch, *options))
+        return [mx.zeros(shape, dtype) for shape, dtype in launch.outputs]
+
+    before = build.LAUNCHERS["cuda"]
+    build.LAUNCHERS["cuda"] = launch
+    try:
+        with build.using("cuda"):
+            yield told
+    finally:
+        build.LAUNCHERS["cuda"] = before
 
 
 def compile_cuda(launch: Launch, *options: str, header: str = HEADER) -> str:

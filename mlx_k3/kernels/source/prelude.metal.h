@@ -65,11 +65,12 @@ INLINE void shared_store4(threadgroup T* to, float4 x) {
   *reinterpret_cast<threadgroup vec<T, 4>*>(to) = vec<T, 4>(x);
 }
 
-// N values, a multiple of 4, as few loads as the hardware has.
+// N values, a multiple of 4 or 1, with as few instructions as the hardware has.
 template <int N, typename T>
 INLINE void load(thread float* to, const device T* from) {
+  if (N == 1) to[0] = to_float(from[0]);
   UNROLL
-  for (int i = 0; i < N; i += 4) {
+  for (int i = 0; i + 4 <= N; i += 4) {
     float4 x = load4(from + i);
     to[i] = x.x;
     to[i + 1] = x.y;
@@ -80,8 +81,9 @@ INLINE void load(thread float* to, const device T* from) {
 
 template <int N, typename T>
 INLINE void store(device T* to, const thread float* from) {
+  if (N == 1) to[0] = from_float<T>(from[0]);
   UNROLL
-  for (int i = 0; i < N; i += 4) {
+  for (int i = 0; i + 4 <= N; i += 4) {
     store4(to + i, float4(from[i], from[i + 1], from[i + 2], from[i + 3]));
   }
 }

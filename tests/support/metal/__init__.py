@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
+import pytest
 
 from mlx_k3.kernels import build
 
@@ -31,4 +32,19 @@ def on_host() -> Iterator[None]:
         build.LAUNCHERS["metal"] = before
 
 
-__all__ = ["KernelFault", "available", "check", "on_host", "run"]
+@contextmanager
+def with_kernels() -> Iterator[None]:
+    """Have the operations run their kernels in a block: on the GPU, or here where there is none.
+
+    Skips the test where there is neither a GPU nor the compiler for :func:`on_host`.
+    """
+    if build.backend() != "reference":
+        yield
+    elif available():
+        with on_host():
+            yield
+    else:
+        pytest.skip("no GPU and no clang++ here")
+
+
+__all__ = ["KernelFault", "available", "check", "on_host", "run", "with_kernels"]
