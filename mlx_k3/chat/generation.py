@@ -7,16 +7,18 @@ earlier turns; :mod:`mlx_k3.chat.session` does.
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import stream_generate as mlx_lm_stream
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import K3Error, UnsupportedError
 from ..experts.usage import Usage
+from .constraint import Constraint, constrain
 from .demand import Meter, prompt_in_layers
+from .plain import IdsOnly, PlainParser
 from .tokenizer import only_known_ids
 from .xtml import encode_text
 from .xtml_parser import Event, ReplyParser
@@ -58,11 +60,15 @@ class Reply:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one more token brought. The last chunk of an answer has the whole as ``reply``."""
+    """What one more token brought. The last chunk of an answer has the whole as ``reply``.
+
+    ``logprobs`` [rows] are those the token was chosen by, before the temperature.
+    """
 
     token: int
     events: list[Event]
     reply: Reply | None = None
+    logprobs: mx.array | None = None
 
     @property
     def text(self) -> str:
@@ -73,59 +79,6 @@ class Chunk:
     def reasoning(self) -> str:
         """New text of the thinking."""
         return "".join(event.text for event in self.events if event.kind == "reasoning")
-
-
-class PlainParser:
-    """Reads text that has no channels: all of it is content."""
-
-    ended = False  # only a stop token ends a text
-
-    def __init__(self, tokenizer: TokenizerWrapper):
-        self._detokenizer = tokenizer.detokenizer
-        self._stop = tokenizer.eos_token_ids
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """What has been said so far."""
-        return {"role": "assistant", "content": self._detokenizer.text}
-
-    def feed(self, token: int) -> list[Event]:
-        """The text ``token`` completes, as content."""
-        if token not in self._stop:
-            self._detokenizer.add_token(token)
-        return self._news()
-
-    def finish(self) -> list[Event]:
-        """What is left of a character that will not be completed."""
-        self._detokenizer.finalize()
-        return self._news()
-
-    def closing(self) -> None:
-        """Nothing is known of how a template ends a message."""
-        return None
-
-    def _news(self) -> list[Event]:
-        text = self._detokenizer.last_segment
-        return [Event("content", text)] if text else []
-
-
-class _NoText(StreamingDetokenizer):
-    def reset(self) -> None:
-        self.offset, self.tokens, self.text = 0, [], ""
-
-    def add_token(self, token: int) -> None:
-        self.tokens.append(token)
-
-    def finalize(self) -> None:
-        pass
-
-
-class IdsOnly(TokenizerWrapper):
-    """Stands in where a model has no tokenizer: ids stay ids, an answer ends on ``stop_ids``."""
-
-    def __init__(self, stop_ids: Sequence[int] = ()):
-        self._eos_token_ids = set(stop_ids)
-        self._detokenizer = _NoText()
 
 
 @dataclass
@@ -180,7 +133,7 @@ def run(
             events = parser.feed(response.token)
             finish_reason = response.finish_reason or ("stop" if parser.ended else None)
             if finish_reason is None:
-                yield Chunk(response.token, events)
+                yield Chunk(response.token, events, logprobs=response.logprobs)
                 continue
             events = [*events, *parser.finish()]
             usage, decode_usage = meter.usage()
@@ -196,7 +149,7 @@ def run(
                 usage=usage,
                 decode_usage=decode_usage,
             )
-            yield Chunk(response.token, events, reply)
+            yield Chunk(response.token, events, reply, response.logprobs)
             return
 
 
@@ -214,14 +167,19 @@ def stream_generate(
     thinking: bool = True,
     thinking_effort: str | None = "max",
     tools: list[dict[str, Any]] | None = None,
+    tool_choice: dict[str, Any] | str | None = None,
+    response_format: dict[str, Any] | str | None = None,
     **options: Any,
 ) -> Iterator[Chunk]:
     """Answer ``prompt``, a chunk per token.
 
     A text is a user's message (with ``raw`` a text to continue), a list of messages a
     conversation, a list of ids is continued as it is. A model without tokenizer (None, or
-    :class:`IdsOnly` with the ids that end an answer) takes ids only. ``options`` go to mlx-lm's
-    ``generate_step`` (``sampler``, ``prompt_cache``, ...).
+    :class:`IdsOnly` with the ids that end an answer) takes ids only.
+
+    ``response_format`` (``"json_object"``, or OpenAI's ``json_schema``) and ``tool_choice``
+    (``"required"``, ``"none"`` or a tool) are said to the model, and enforced. ``options`` go to
+    mlx-lm's ``generate_step`` (``sampler``, ``prompt_cache``, ...).
 
     Raises:
         K3Error: a prompt or option that does not fit the model.
@@ -235,16 +193,19 @@ def stream_generate(
     is_conversation = isinstance(prompt[0], dict)
     if isinstance(tokenizer, IdsOnly) and (is_conversation or isinstance(prompt, str)):
         raise UnsupportedError("this model has no tokenizer; give token ids (--ids 1,2,3)")
-    if not is_conversation and (system is not None or tools):
-        raise UnsupportedError("a text or ids to continue have no system message and no tools")
+    settings = {"tools": tools, "tool_choice": tool_choice, "response_format": response_format}
+    if not is_conversation and (system is not None or any(settings.values())):
+        raise UnsupportedError(
+            "a text or ids to continue have no system message, no tools and no response format"
+        )
 
-    parser: ReplyParser | PlainParser
     if is_conversation:
         if system is not None:
             prompt = [{"role": "system", "content": system}, *prompt]
-        settings = {"tools": tools, "thinking": thinking, "thinking_effort": thinking_effort}
-        ids = conversation_ids(tokenizer, prompt, **settings)
-        parser = reply_parser(tokenizer, thinking)
+        settings |= {"thinking": thinking, "thinking_effort": thinking_effort}
+        ids, parser, processors = prepare(tokenizer, prompt, **settings)
+        if processors:
+            options["logits_processors"] = [*options.get("logits_processors", ()), *processors]
     else:
         is_text = isinstance(prompt, str)
         ids = encode_text(prompt, tokenizer) if is_text else [int(i) for i in prompt]
@@ -268,6 +229,39 @@ def generate(
         reply = chunk.reply
     assert reply is not None  # the loop's last chunk has it
     return reply.ids if tokenizer is None else reply.text
+
+
+class Prepared(NamedTuple):
+    """A conversation that is ready to be answered."""
+
+    ids: list[int]
+    parser: ReplyParser | PlainParser
+    processors: list[Constraint]
+    """Of logits: what keeps the answer to its format. They serve one answer."""
+
+
+def prepare(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[dict[str, Any]],
+    *,
+    thinking: bool = True,
+    parallel_tool_calls: bool = True,
+    **settings: Any,
+) -> Prepared:
+    """Render ``messages`` under ``settings``: ``thinking_effort``, ``tools``, ``tool_choice`` and
+    ``response_format``, the last two in any of OpenAI's forms.
+
+    Raises:
+        K3Error: a message or a setting does not fit the model.
+    """
+    enforced = {key: settings.get(key) for key in ("tools", "tool_choice", "response_format")}
+    constraint = constrain(
+        tokenizer, thinking=thinking, parallel_tool_calls=parallel_tool_calls, **enforced
+    )
+    if isinstance(settings.get("tool_choice"), dict):
+        settings["tool_choice"] = "required"  # the format has no word for a certain tool
+    ids = conversation_ids(tokenizer, messages, thinking=thinking, **settings)
+    return Prepared(ids, reply_parser(tokenizer, thinking), [constraint] if constraint else [])
 
 
 def conversation_ids(
