@@ -52,19 +52,30 @@ prepare() {
   echo "$stamp" > "$folder/installed"
 }
 
-# On Linux, have OpenBLAS for MLX's products on the CPU, where that takes no password. Its tests are
-# skipped without it. Needs python.
-ensure_openblas() {
-  if [ "$(uname)" != Linux ] ||
-    python -c 'import ctypes; ctypes.CDLL("libopenblas.so.0")' 2>/dev/null; then
-    return
-  fi
+# install_package NAME PACKAGE: install a Debian package, where that takes no password.
+install_package() {
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "Installing libopenblas0"
+    echo "Installing $2"
     if apt-get -qq update >/dev/null &&
-      apt-get -qq install --yes --no-install-recommends libopenblas0 >/dev/null; then
+      apt-get -qq install --yes --no-install-recommends "$2" >/dev/null; then
       return
     fi
   fi
-  echo "Going on without OpenBLAS; on Debian: apt install libopenblas0" >&2
+  echo "Going on without $1; on Debian: apt install $2" >&2
+}
+
+# On Linux, have OpenBLAS for MLX's products on the CPU. Its tests are skipped without it. Needs
+# python.
+ensure_openblas() {
+  if [ "$(uname)" = Linux ] &&
+    ! python -c 'import ctypes; ctypes.CDLL("libopenblas.so.0")' 2>/dev/null; then
+    install_package OpenBLAS libopenblas0
+  fi
+}
+
+# On Linux, have the compiler that executes kernels in the tests, which are skipped without it.
+ensure_clang() {
+  if [ "$(uname)" = Linux ] && ! command -v clang++ >/dev/null; then
+    install_package clang++ clang
+  fi
 }

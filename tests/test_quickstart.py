@@ -96,6 +96,20 @@ def test_openblas_is_installed_where_it_can_be(
     assert ("Going on without OpenBLAS" in result.stderr) == warned
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_clang_is_installed_where_it_is_missing(there: bool, tmp_path: Path) -> None:
+    programs = {
+        "uname": "echo Linux",
+        "id": "echo 0",
+        "apt-get": f'echo "$@" >> "{tmp_path}/asked"',
+    } | ({"clang++": "exit 0"} if there else {})
+    path = fake(tmp_path / "bin", **programs)
+    assert shell("ensure_clang", path=path).returncode == 0
+    asked = tmp_path / "asked"
+    assert asked.exists() != there
+    assert there or "no-install-recommends clang" in asked.read_text()
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the checkout in a folder with spaces, its .venv made as pip would have made it."""
