@@ -21,6 +21,21 @@ def tokens_held(cache: Sequence[Any]) -> int | None:
     return next((c.offset for c in cache if c.is_trimmable()), None)
 
 
+def bytes_per_token(cache: Sequence[Any]) -> int:
+    """What one token takes in the cache."""
+    return sum(
+        x.nbytes // x.shape[-2]
+        for i, c in enumerate(cache)
+        if c.is_trimmable()
+        for x in _arrays(i, c).values()
+    )
+
+
+def total_bytes(arrays: Arrays) -> int:
+    """Bytes of all ``arrays``."""
+    return sum(x.nbytes for x in arrays.values())
+
+
 def token_arrays(cache: Sequence[Any], start: int, end: int) -> Arrays:
     """What belongs to the tokens ``start`` to ``end``, in arrays of its own."""
     if start == end:

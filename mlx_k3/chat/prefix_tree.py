@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 BLOCK_TOKENS = 512
@@ -28,7 +29,9 @@ class Place(NamedTuple):
 
 def path(root: str, ids: Sequence[int], end: int) -> list[Place]:
     """The blocks that cover ``ids[:end]`` as far as whole ones do, and the state at ``end``."""
-    places = [place for place, _ in zip(_blocks(root, ids), range(end // BLOCK_TOKENS))]
+    places = [
+        place for place, _ in zip(_blocks(root, ids), range(end // BLOCK_TOKENS), strict=False)
+    ]
     parent = places[-1].key if places else root
     return [*places, _state(parent, ids, end)]
 
@@ -108,9 +111,18 @@ class PrefixTree:
     def __getitem__(self, key: str) -> Any:
         return self._nodes[key].content
 
-    def places(self) -> list[Place]:
-        """All nodes' places, the one used longest ago first."""
-        return [node.place for node in sorted(self._nodes.values(), key=lambda n: n.used)]
+    def fits(self, nbytes: int) -> bool:
+        """Whether a path of this size can be kept at all."""
+        return self.limit_bytes is None or nbytes <= self.limit_bytes
+
+    def path_to(self, key: str) -> list[Place]:
+        """The places that lead to a node, itself the last; none if any is missing."""
+        places: list[Place] = []
+        while key in self._nodes:
+            places.insert(0, self._nodes[key].place)
+            key = places[0].parent
+        is_whole = places and places[0].end // BLOCK_TOKENS == (0 if places[0].is_state else 1)
+        return places if is_whole else []
 
     def add(self, place: Place, nbytes: int, content: Any = None) -> None:
         """Put a node in its place, as the one used last."""
