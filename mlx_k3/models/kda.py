@@ -6,6 +6,8 @@ from mlx_lm.models.cache import ArraysCache
 
 from ..config import K3Config
 from ..kernels import kda, kda_log_decay, l2norm, short_conv, sigmoid
+from ..kernels.build import backend
+from ..kernels.kda_decode import MOST_TOKENS, kda_decode
 from .layers import Linear
 
 
@@ -43,17 +45,21 @@ class KimiDeltaAttention(nn.Module):
     ) -> mx.array:
         """``[B, T, hidden]`` -> ``[B, T, hidden]``; ``mask [B, T]`` is False at padding."""
         B, T, _ = x.shape
+        lengths = None if cache is None else cache.lengths
+        on_gpu = backend() != "reference"
+        if on_gpu and cache is not None and lengths is None and T <= MOST_TOKENS:
+            return self._few_tokens(x, mask, cache)
         heads = (B, T, self.num_heads, self.head_dim)
         conv_state, state = (None, None) if cache is None else (cache[0], cache[1])
-        lengths = None if cache is None else cache.lengths
 
         qkv, conv_state = short_conv(self.qkv_proj(x), self.qkv_conv, conv_state, mask, lengths)
         qkv = qkv.reshape(B, T, 3, self.num_heads, self.head_dim)
         qk = l2norm(qkv[:, :, :2])
+        q, k, v = qk[:, :, 0] * self.head_dim**-0.5, qk[:, :, 1], qkv[:, :, 2]
+        if on_gpu:  # in the model's own dtype, as the release computes it
+            q, k, v = (z.astype(x.dtype) for z in (q, k, v))
         output, state = self.recurrence(
-            qk[:, :, 0] * self.head_dim**-0.5,
-            qk[:, :, 1],
-            qkv[:, :, 2],
+            *(q, k, v),
             kda_log_decay(
                 self.f_b_proj(self.f_a_proj(x)).reshape(heads),
                 self.A_log,
@@ -68,6 +74,32 @@ class KimiDeltaAttention(nn.Module):
             cache[0], cache[1] = conv_state, state
             cache.advance(T)
 
-        gate = self.g_proj(x) if "g_proj" in self else self.g_b_proj(self.g_a_proj(x))
-        output = self.o_norm(output) * sigmoid(gate.reshape(heads).astype(mx.float32))
+        gate = sigmoid(self._output_gate(x).reshape(heads).astype(mx.float32))
+        output = self.o_norm(output) * gate
         return self.o_proj(output.reshape(B, T, -1).astype(x.dtype))
+
+    def _few_tokens(self, x: mx.array, mask: mx.array | None, cache: ArraysCache) -> mx.array:
+        """:meth:`__call__` with all between the projections in one kernel."""
+        B, T, _ = x.shape
+        H, D, W = self.num_heads, self.head_dim, self.qkv_conv.shape[-1]
+        conv_state, state = cache[0], cache[1]
+        y, cache[0], cache[1] = kda_decode(
+            self.qkv_proj(x),
+            mx.zeros((B, W - 1, 3 * H * D), x.dtype) if conv_state is None else conv_state,
+            self.qkv_conv,
+            self.f_b_proj(self.f_a_proj(x)),
+            self.A_log,
+            self.dt_bias,
+            self.b_proj(x),
+            self._output_gate(x),
+            self.o_norm.weight,
+            mx.zeros((B, H, D, D)) if state is None else state,
+            lower_bound=self.lower_bound,
+            eps=self.o_norm.eps,
+            mask=mask,
+        )
+        cache.advance(T)
+        return self.o_proj(y)
+
+    def _output_gate(self, x):
+        return self.g_proj(x) if "g_proj" in self else self.g_b_proj(self.g_a_proj(x))

@@ -43,7 +43,7 @@ INLINE float dot4(float4 x, const LOCAL float* y) {
 
 KERNEL {
   constexpr int SIMDS = D / 8;
-  constexpr int PARTS = D / 32;  // simd groups a channel row, and pieces of 32 channels of a state row
+  constexpr int PARTS = D / 32;  // of D channels, 32 each
   const uint head = GROUP_X, row = GROUP_Y;
 
   // Asked for first: nothing else takes as long to arrive.

@@ -54,7 +54,8 @@ KERNEL {
   for (int m = 0; m < BLOCKS; ++m) {
     UNROLL
     for (int i = 0; i < 16; ++i) {
-      const uint key = (block_row + m) * 16 + line + i / 2 % 2 * 8, value = first + i / 4 * 8 + i % 2;
+      const uint key = (block_row + m) * 16 + line + i / 2 % 2 * 8;
+      const uint value = first + i / 4 * 8 + i % 2;
       state[m][i] = state_in[(of_head * D + value) * D + key];
     }
   }
@@ -119,7 +120,8 @@ KERNEL {
   for (int m = 0; m < BLOCKS; ++m) {
     UNROLL
     for (int i = 0; i < 16; ++i) {
-      const uint key = (block_row + m) * 16 + line + i / 2 % 2 * 8, value = first + i / 4 * 8 + i % 2;
+      const uint key = (block_row + m) * 16 + line + i / 2 % 2 * 8;
+      const uint value = first + i / 4 * 8 + i % 2;
       state_out[(of_head * D + value) * D + key] = state[m][i];
     }
   }

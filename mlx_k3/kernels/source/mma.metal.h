@@ -1,8 +1,8 @@
 // Products of small matrices by a simd group; mma.cuda.h defines the same names.
 //
 // c [16, 8] += a [16, 8] b [8, 8]. A lane has four values of a and of c, in rows mma_row and
-// mma_row + 8, columns mma_column and mma_column + 1 of each, row by row; and two values of b, which
-// shared_load_b and shared_load_b_transposed know how to find.
+// mma_row + 8, columns mma_column and mma_column + 1 of each, row by row; and two values of b,
+// which shared_load_b and shared_load_b_transposed know how to find.
 
 INLINE uint mma_row(uint lane) { return lane / 16 * 4 + lane / 2 % 4; }
 INLINE uint mma_column(uint lane) { return lane / 8 % 2 * 4 + lane % 2 * 2; }
