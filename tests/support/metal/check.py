@@ -11,7 +11,7 @@ from functools import cache
 from mlx_k3.kernels.build import Launch
 
 from .execute import COMPILER, HOST, SHARED_ARRAY, KernelFault
-from .text import construct_vectors, metal_text
+from .text import MetalText, construct_vectors, metal_text
 
 # What is looked for in the text without comments, and what it is called.
 FORBIDDEN = {
@@ -33,14 +33,18 @@ SPACES = ("device", "constant", "threadgroup", "thread")
 
 def check(launch: Launch) -> None:
     """Raise :class:`KernelFault` with what Metal's compiler would not take in ``launch``."""
-    text = metal_text(launch)
+    _check(metal_text(launch))
+
+
+@cache
+def _check(text: MetalText) -> None:
     plain = _without_comments(text.text)
-    check_language(text.kernel, plain)
+    _check_language(text.kernel, plain)
     instance = f"\ntemplate decltype({text.function}) {text.function};\n"
-    _check_addresses(text.kernel, plain + (instance if launch.template else ""))
+    _check_addresses(text.kernel, plain + (instance if "<" in text.function else ""))
 
 
-def check_language(kernel: str, text: str) -> None:
+def _check_language(kernel: str, text: str) -> None:
     """The pass over words and forms; ``text`` has no comments."""
     for number, line in _lines(text):
         for pattern, why in FORBIDDEN.items():
@@ -50,11 +54,12 @@ def check_language(kernel: str, text: str) -> None:
             raise KernelFault(f"{kernel}: line {number}: static variables are not in Metal")
         if found := _pointer_without_space(line, text):
             raise KernelFault(f"{kernel}: line {number}: {found} needs an address space")
+    if name := _misplaced_array(text):
+        raise KernelFault(f"{kernel}: the shared array {name} is not at the top of the body")
     if function := _recursive(text):
         raise KernelFault(f"{kernel}: {function} calls itself, which Metal does not allow")
 
 
-@cache
 def _check_addresses(kernel: str, text: str) -> None:
     """The pass of clang; whether pointers agree with where their memory lies."""
     # C++ has no arrays of a group inside functions; as statics they have the same type.
@@ -102,6 +107,16 @@ def _pointer_without_space(line: str, text: str) -> str | None:
             rf"\b(?:{'|'.join(SPACES)}|DEVICE|CONST_DEVICE|THREADGROUP|LOCAL)\b", found[0]
         ):
             return found[0].strip()
+    return None
+
+
+def _misplaced_array(text: str) -> str | None:
+    """A shared array in a helper or a block; Metal has them in the kernel's own scope only."""
+    start = text.index("{", text.index("[[kernel]]"))
+    for found in re.finditer(r"^[^#\n]*\bSHARED\([^,]*,\s*(\w+)", text, flags=re.M):
+        before = text[start : found.start(1)]
+        if found.start(1) < start or before.count("{") - before.count("}") != 1:
+            return found[1]
     return None
 
 

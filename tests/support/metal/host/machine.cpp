@@ -150,6 +150,7 @@ void run_group(int order_number, uint64_t& seed) {
 }
 
 void on_signal(int number, siginfo_t* info, void*) {
+  if (current < 0) signal(number, SIG_DFL);  // The machine's own fault: let it end the process.
   const bool memory = number == SIGSEGV || number == SIGBUS;
   fail("%s (%p)", memory ? "a wild address" : "an instruction that cannot run", info->si_addr);
 }
