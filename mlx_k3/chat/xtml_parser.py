@@ -33,13 +33,15 @@ class Event:
 
     ``reasoning`` and ``content`` carry new text. ``tool_start`` names call ``index`` (from 1) in
     ``text``; ``tool_argument`` carries new text of its argument ``key`` (None: of a raw JSON
-    block); ``tool_end`` carries the finished ``call``.
+    block), which is JSON unless its ``value_type`` is string; ``tool_end`` carries the finished
+    ``call``.
     """
 
     kind: Literal["reasoning", "content", "tool_start", "tool_argument", "tool_end"]
     text: str = ""
     index: int = 0
     key: str | None = None
+    value_type: str = "string"
     call: dict[str, Any] | None = None
 
 
@@ -186,9 +188,9 @@ class ReplyParser:
             # A model that forgets to open its response still answers.
             yield self._say("content", text)
         elif self._value is not None and self._open_call is not None:
-            key, _, pieces = self._value
+            key, kind, pieces = self._value
             pieces.append(text)
-            yield Event("tool_argument", text, self._open_call.index, key)
+            yield Event("tool_argument", text, self._open_call.index, key, kind)
 
     def _say(self, kind: Literal["reasoning", "content"], text: str) -> Event:
         self._texts[kind].append(text)
