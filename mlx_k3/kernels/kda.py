@@ -7,6 +7,7 @@ Knows nothing of the layer around it; ``kda_decode.py`` has the whole layer for 
 import mlx.core as mx
 
 from .build import Kernel, backend
+from .gradient import differentiable
 from .kda_reference import kda_chunked, kda_step
 
 CHUNK = 32  # tokens solved together by the kernels
@@ -61,15 +62,13 @@ def kda(
     if state is None:
         state = mx.zeros((B, H, V, K), mx.float32)
 
-    @mx.custom_function
     def by_kernels(*inputs):
-        return _kda(*inputs, mask)
+        return _by_kernels(*inputs, mask)
 
-    @by_kernels.vjp
-    def by_kernels_vjp(primals, cotangents, _):
-        return mx.vjp(lambda *inputs: plain_kda(*inputs, mask), primals, cotangents)[1]
+    def by_plain_ops(*inputs):
+        return plain_kda(*inputs, mask)
 
-    return by_kernels(q, k, v, log_decay, beta, state)
+    return differentiable(by_kernels, by_plain_ops)(q, k, v, log_decay, beta, state)
 
 
 def plain_kda(
@@ -96,7 +95,7 @@ def plain_kda(
     return output[:, None], state
 
 
-def _kda(q, k, v, log_decay, beta, state, mask):
+def _by_kernels(q, k, v, log_decay, beta, state, mask):
     """:func:`kda` by the kernels, as many tokens at once as the scratch bound allows."""
     B, T, H, D = q.shape
     exact = any(x.dtype != mx.bfloat16 for x in (q, k, v))

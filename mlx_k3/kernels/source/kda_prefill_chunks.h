@@ -22,6 +22,12 @@
 //
 // W: dtype of the outputs but decay. D: 32, 64 or 128. HEADS. MASKED: whether there is a mask.
 // EXACT: products in float32's precision. Groups: N, HEADS, B; D threads.
+//
+// With kda_prefill_states.h, a token and head at D = 128 and W = bfloat16: 4000 bytes, of them 1280
+// in, 512 out and 1104 both written and read between the two kernels; 135 kFLOP, 28 here and 107
+// there. 4096 tokens of 96 heads: 1.57 GB, 0.37 ms at an H200's 4.3 TB/s, and 53 GFLOP, 0.2 ms at
+// what its tensor cores do in TF32 by this instruction. With the shared memory's own time on top,
+// 0.5 to 0.8 ms are to be expected. W = float32: 6900 bytes, 0.64 ms, and thrice the products.
 
 // Of the lanes that differ in bit HALF only, each keeps half of the HALF * 2 sums.
 template <int HALF>
