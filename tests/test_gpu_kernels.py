@@ -10,12 +10,14 @@ from mlx_k3.kernels import attention_residual, residual_step, route, situ, using
 
 from .support import cuda
 from .support.measure import relative_error
-from .support.metal import with_kernels
+from .support.metal import KernelFault, available, on_host, run, with_kernels
+from .support.metal.trial import without_each_barrier
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Of the output's scale. A 16-bit output is rounded once, here and there.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
+needs_clang = pytest.mark.skipif(not available(), reason="no clang++ here")
 needs_nvcc = pytest.mark.skipif(not cuda.available(), reason="no nvcc here")
 
 
@@ -170,7 +172,7 @@ OPERATIONS = {
     "attention_residual": (lambda c, w: attention_residual(c, w, 1e-5), [(3, 5, 40), (40,)]),
     "residual_step": (
         lambda *x: residual_step(*x, 1e-5),
-        [(3, 5, 40), (3, 40), (3, 40), (40,), (40,)],
+        [(3, 5, 260), (3, 260), (3, 260), (260,), (260,)],
     ),
     "route": (lambda x, b: route(x, mx.stop_gradient(b), 4, scale=2.0)[1:], [(3, 40), (40,)]),
 }
@@ -183,6 +185,21 @@ def test_gradients_are_the_references(name: str) -> None:
     arrays = [mx.random.normal(shape) for shape in shapes]
     for got, want in zip(*gradients(operation, *arrays), strict=True):
         assert mx.allclose(got, want, atol=1e-5)
+
+
+@needs_clang
+@pytest.mark.parametrize("name", ["residual_step"])
+def test_every_barrier_is_needed(name: str, tmp_path) -> None:
+    """Without any one of its barriers a kernel is caught."""
+    operation, shapes = OPERATIONS[name]
+    with on_host() as launches:
+        mx.eval(operation(*(mx.random.normal(shape) for shape in shapes)))
+    assert launches
+    for launch in launches:
+        for line, less in without_each_barrier(tmp_path, launch):
+            with pytest.raises(KernelFault, match=r"with no barrier|nobody has written"):
+                run(less)
+                pytest.fail(f"the barrier of line {line} changes nothing")
 
 
 @needs_nvcc

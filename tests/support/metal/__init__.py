@@ -16,10 +16,15 @@ from .execute import KernelFault, available, run
 
 
 @contextmanager
-def on_host() -> Iterator[None]:
-    """Have the operations take the path of Metal in a block, each kernel checked and executed."""
+def on_host() -> Iterator[list[build.Launch]]:
+    """Have the operations take the path of Metal in a block, each kernel checked and executed.
+
+    Gives the list of launches, which grows.
+    """
+    launches = []
 
     def launch(launch: build.Launch) -> list[mx.array]:
+        launches.append(launch)
         check(launch)
         return run(launch)
 
@@ -27,7 +32,7 @@ def on_host() -> Iterator[None]:
     build.LAUNCHERS["metal"] = launch
     try:
         with build.using("metal"):
-            yield
+            yield launches
     finally:
         build.LAUNCHERS["metal"] = before
 

@@ -1,7 +1,10 @@
 """Kernels made up on the spot, to try the host runner."""
 
 import hashlib
+import re
 import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -31,3 +34,17 @@ def trial(
     kernel = Kernel("tried", ("x",), ("y",), folder=own)
     outputs = ((x.shape if shape is None else shape, x.dtype),)
     return Launch(kernel, (x,), outputs, groups, threads, template, ())
+
+
+def without_each_barrier(folder: Path, launch: Launch) -> Iterator[tuple[int, Launch]]:
+    """``launch`` less one barrier of its kernel's own file, for every one, and the line it had."""
+    kernel = launch.kernel
+    text = (kernel.folder / f"{kernel.name}.h").read_text()
+    for number, found in enumerate(re.finditer(r"\b(?:SIMD_)?BARRIER(?:_DEVICE)?\(\);", text)):
+        own = folder / f"{kernel.name}_{number}"
+        own.mkdir()
+        (own / f"{kernel.name}.h").write_text(text[: found.start()] + text[found.end() :])
+        yield (
+            text.count("\n", 0, found.start()) + 1,
+            replace(launch, kernel=replace(kernel, folder=own)),
+        )
