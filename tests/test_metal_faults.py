@@ -170,6 +170,7 @@ REFUSED = {
         "if (THREAD < 64) { SHARED(float, tile, 64); tile[THREAD] = 0.0f; }",
         r"the shared array tile is not at the top of the body",
     ),
+    "a keyword": ("int half = 2; y[THREAD] = half;", r"line 4|tried.h:4"),
     "a semicolon": ("y[THREAD] = x[THREAD]", r"expected ';'"),
 }
 

@@ -77,6 +77,7 @@ def test_what_is_in_it(wheel: Path) -> None:
             carried = archive.read(f"mlx_k3/nano/model/{path.name}")
             assert hashlib.sha256(carried).digest() == hashlib.sha256(path.read_bytes()).digest()
     ours = {str(p.relative_to(REPOSITORY)) for p in (REPOSITORY / "mlx_k3").rglob("*.py")}
+    ours |= {str(p.relative_to(REPOSITORY)) for p in (REPOSITORY / "mlx_k3").rglob("*.h")}
     ours |= {f"mlx_k3/{p.relative_to(REPOSITORY)}" for p in (REPOSITORY / "convert").rglob("*.py")}
     assert ours <= names
     foreign = {n for n in names if not n.startswith("mlx_k3/") and ".dist-info/" not in n}

@@ -10,8 +10,9 @@ typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef unsigned long ulong;
 
-typedef _Float16 half;
-typedef __fp16 bfloat;  // stands for it: another type of the same size
+// Keywords, as in Metal: nothing else can have these names.
+#define half _Float16
+#define bfloat __fp16  // stands for it: another type of the same size
 typedef half float16_t;
 typedef bfloat bfloat16_t;
 
@@ -25,8 +26,9 @@ using vec = T __attribute__((ext_vector_type(N)));
 #define VECTORS(type)           \
   typedef vec<type, 2> type##2; \
   typedef vec<type, 4> type##4;
+typedef vec<half, 2> half2;
+typedef vec<half, 4> half4;
 VECTORS(float)
-VECTORS(half)
 VECTORS(int)
 VECTORS(uint)
 VECTORS(short)
