@@ -19,6 +19,8 @@ from ..experts.usage import Usage
 from .constraint import Constraint, constrain
 from .demand import Meter, prompt_in_layers
 from .plain import IdsOnly, PlainParser
+from .prompt_cache import PromptCache
+from .reading import Reading
 from .tokenizer import only_known_ids
 from .xtml import encode_text
 from .xtml_parser import Event, ReplyParser
@@ -107,12 +109,18 @@ def run(
     sampling: Sampling,
     *,
     cached_tokens: int = 0,
+    prompts: PromptCache | None = None,
 ) -> Iterator[Chunk]:
     """Continue ``ids`` (of which the cache in ``sampling.options`` has the first few).
 
     Whenever a chunk is yielded, the cache holds the prompt and all tokens up to that chunk's.
+    With ``prompts``, the cache is taken from there if none is given, and what may be of use later
+    is kept there, also when the answer is not waited for.
     """
     options = dict(sampling.options)
+    if prompts is not None and "prompt_cache" not in options:
+        options["prompt_cache"], rest = prompts.fetch(ids)
+        cached_tokens = len(ids) - len(rest)
     sampler = options.pop("sampler", None) or make_sampler(sampling.temp, sampling.top_p)
     if not isinstance(tokenizer, IdsOnly):
         sampler = only_known_ids(sampler, tokenizer)
@@ -121,12 +129,13 @@ def run(
     generated: list[int] = []
     meter = Meter(model)
     with (
+        Reading(prompts, tokenizer, ids, generated, options, cached_tokens) as reading,
         prompt_in_layers(model, options) as options,
         closing(
-            mlx_lm_stream(model, tokenizer, new, limit, sampler=sampler, **options)
+            mlx_lm_stream(model, tokenizer, new, limit, sampler=sampler, **reading.watch(options))
         ) as responses,
     ):
-        for response in responses:
+        for response in reading.answer(responses):
             if not generated:
                 meter.first_token()
             generated.append(response.token)

@@ -29,37 +29,29 @@ class Place(NamedTuple):
 
 def path(root: str, ids: Sequence[int], end: int) -> list[Place]:
     """The blocks that cover ``ids[:end]`` as far as whole ones do, and the state at ``end``."""
-    places = [
-        place for place, _ in zip(_blocks(root, ids), range(end // BLOCK_TOKENS), strict=False)
-    ]
+    places = list(islice(_blocks(root, ids), end // BLOCK_TOKENS))
     parent = places[-1].key if places else root
     return [*places, _state(parent, ids, end)]
 
 
-def longest(
-    root: str,
-    ids: Sequence[int],
-    ends: Collection[int],
-    has: Callable[[str], bool],
-) -> list[Place] | None:
-    """The path to the last state that ``has`` knows and ``ids`` pass, with at least one id left.
+def states(
+    root: str, ids: Sequence[int], ends: Collection[int], has: Callable[[str], bool]
+) -> Iterator[list[Place]]:
+    """The paths to all states that ``has`` knows and ``ids`` reach, the shortest first.
 
-    ``ends`` are all places where there are states of any text. None if there is none.
+    ``ends`` are all places where there are states, of whatever text.
     """
-    candidates = sorted(end for end in ends if 0 < end < len(ids))
-    best: list[Place] | None = None
     places: list[Place] = []
     blocks = _blocks(root, ids)
-    for end in candidates:
+    for end in sorted(end for end in ends if 0 < end <= len(ids)):
         while len(places) < end // BLOCK_TOKENS:
             block = next(blocks)
             if not has(block.key):
-                return best
+                return
             places.append(block)
         state = _state(places[-1].key if places else root, ids, end)
         if has(state.key):
-            best = [*places, state]
-    return best
+            yield [*places, state]
 
 
 def _blocks(root: str, ids: Sequence[int]) -> Iterator[Place]:

@@ -9,7 +9,7 @@ memory and a folder. Knows ids only; :mod:`mlx_k3.chat.reading` decides where st
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -23,7 +23,20 @@ from .cache_parts import (
     tokens_held,
     total_bytes,
 )
-from .prefix_tree import BLOCK_TOKENS, KEY_DIGITS, Place, PrefixTree, longest, path
+from .prefix_tree import BLOCK_TOKENS, KEY_DIGITS, Place, PrefixTree, path, states
+
+
+class Collected(NamedTuple):
+    """A state on its way into the cache, with all that leads to it."""
+
+    nbytes: int
+    nodes: dict[Place, Arrays | None]
+    """None: it was there already."""
+
+    @property
+    def key(self) -> str:
+        """Of the state."""
+        return [*self.nodes][-1].key
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,10 @@ class CacheMemory:
     def use(self, place: Place) -> None:
         """Note that they were of use."""
         self.tree.use(place.key)
+
+    def forget(self, key: str) -> None:
+        """Drop a state, and what only it needed."""
+        self.tree.prune(key)
 
 
 class PromptCache:
@@ -100,43 +117,76 @@ class PromptCache:
         ids = list(ids)
         self._fetches += 1
         self._asked += len(ids)
-        while (places := self._longest(ids)) is not None:
-            nodes = self._load(places)
+        # The last token has to be read, for what comes after it.
+        while paths := self._paths(ids[:-1]):
+            nodes = self._load(paths[-1])
             if nodes is None:
                 continue  # What could not be read is forgotten: there may be an earlier place.
-            end, state = places[-1].end, nodes[-1]
+            end, state = paths[-1][-1].end, nodes[-1]
             spans = nodes if end % BLOCK_TOKENS else nodes[:-1]
             self._hits += 1
             self._kept += end
             return rebuild(self._model.make_cache(), spans, state, end), ids[end:]
         return self._model.make_cache(), ids
 
-    def store(self, ids: Sequence[int], cache: Sequence[Any], state: Arrays | None = None) -> str:
-        """Keep what ``cache`` knows of ``ids``; returns the key under which it is kept.
+    def store(self, ids: Sequence[int], cache: Sequence[Any]) -> str:
+        """Keep what ``cache``, which holds exactly ``ids``, knows of them; returns the state's key.
 
-        The cache stays the caller's. It holds exactly ``ids``; or it holds more, and ``state`` is
-        what :func:`~.cache_parts.state_arrays` gave when it held exactly these.
+        The cache stays the caller's.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it does not hold exactly these.
         """
-        ids = list(ids)
         held = tokens_held(cache)
-        if not ids or (held is not None and (held < len(ids) or (held > len(ids) and not state))):
+        if held not in (None, len(ids)):
             raise ValueError(f"a cache of {held} tokens for {len(ids)} ids")
-        places = path(self._root, ids, len(ids))
-        state = state_arrays(cache) if state is None else state
+        collected = self.collect(ids, cache, state_arrays(cache))
+        self.keep(collected)
+        return collected.key
+
+    def collect(
+        self,
+        ids: Sequence[int],
+        cache: Sequence[Any],
+        state: Arrays,
+        before: Sequence[Collected] = (),
+    ) -> Collected:
+        """What :meth:`store` would keep, for :meth:`keep` to do so later.
+
+        ``cache`` may hold more than ``ids``; ``state`` is :func:`~.cache_parts.state_arrays` of
+        when it held exactly these. What was collected ``before`` is not copied again.
+        """
+        if not ids:
+            raise ValueError("a state of no tokens")
         nbytes = total_bytes(state) + len(ids) * bytes_per_token(cache)
-        tiers = [tier for tier in self._tiers if tier.tree.fits(nbytes)]
-        for place in places:
-            arrays = None
-            for tier in tiers:
+        trees = [tier.tree for tier in self._tiers if tier.tree.fits(nbytes)]
+        known = {place: arrays for other in before for place, arrays in other.nodes.items()}
+        nodes: dict[Place, Arrays | None] = {}
+        for place in path(self._root, ids, len(ids)):
+            nodes[place] = known.get(place)
+            if nodes[place] is None and not all(place.key in tree for tree in trees):
+                nodes[place] = _content(place, cache, state)
+        return Collected(nbytes, nodes)
+
+    def keep(self, collected: Collected) -> None:
+        """Keep what was collected."""
+        for tier in self._tiers:
+            if not tier.tree.fits(collected.nbytes):
+                continue
+            for place, arrays in collected.nodes.items():
                 if place.key in tier.tree:
                     tier.use(place)  # A file may turn out to be gone.
-                if place.key not in tier.tree:
-                    arrays = _content(place, cache, state) if arrays is None else arrays
+                if place.key not in tier.tree and arrays is not None:
                     tier.write(place, arrays)
-        return places[-1].key
+
+    def forget(self, key: str) -> None:
+        """Drop a state, and what only it needed."""
+        for tier in self._tiers:
+            tier.forget(key)
+
+    def states_of(self, ids: Sequence[int]) -> list[str]:
+        """Keys of all states on the way through ``ids``."""
+        return [places[-1].key for places in self._paths(ids)]
 
     def usage(self) -> CacheUsage:
         """Sizes now, and sums since the beginning."""
@@ -152,10 +202,10 @@ class PromptCache:
             tokens_kept=self._kept,
         )
 
-    def _longest(self, ids: list[int]) -> list[Place] | None:
+    def _paths(self, ids: Sequence[int]) -> list[list[Place]]:
         trees = [tier.tree for tier in self._tiers]
         ends = {end for tree in trees for end in tree.ends}
-        return longest(self._root, ids, ends, lambda key: any(key in tree for tree in trees))
+        return [*states(self._root, ids, ends, lambda key: any(key in tree for tree in trees))]
 
     def _load(self, places: list[Place]) -> list[Arrays] | None:
         """The contents of all ``places``, or None if one cannot be had any more."""

@@ -1,10 +1,13 @@
 """A conversation with a model: messages, the cache that goes with them, save and load.
 
 Owns what is kept between turns. A KDA state belongs to the whole text read so far and cannot be
-trimmed, so a cache is used again only where the new prompt begins with exactly the ids in it.
+trimmed, so the last answer's cache goes on only where the new prompt begins with exactly the ids
+in it. Elsewhere a :class:`~.prompt_cache.PromptCache`, if there is one, has the nearest state.
 """
 
 import json
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from .generation import (
     run,
     stream_generate,
 )
+from .prompt_cache import PromptCache
 from .xtml_parser import ReplyParser, parse_conversation, tags
 
 __all__ = ["Chunk", "Reply", "Session", "Stats", "generate", "stream_generate"]
@@ -64,9 +68,11 @@ class Session:
         thinking: bool = True,
         thinking_effort: str | None = "max",
         tools: list[dict[str, Any]] | None = None,
+        prompts: PromptCache | None = None,
     ):
         self._model = model
         self._tokenizer = tokenizer
+        self._prompts = prompts
         self._settings = {
             "thinking": thinking,
             "thinking_effort": thinking_effort,
@@ -134,6 +140,7 @@ class Session:
                 parser,
                 sampling,
                 cached_tokens=cached_tokens,
+                prompts=self._prompts,
             )
             with closing(chunks):
                 for chunk in chunks:
@@ -153,8 +160,34 @@ class Session:
             else:
                 del self._messages[-len(question) :]
 
+    def take_back(self) -> list[dict[str, Any]]:
+        """Remove the last question and its answer, and return the question.
+
+        Raises:
+            K3Error: there is none.
+        """
+        roles = [message["role"] for message in self._messages]
+        end = len(roles)
+        while end and roles[end - 1] == "assistant":
+            end -= 1
+        begin = end
+        while begin and roles[begin - 1] != "assistant":
+            begin -= 1
+        question = self._messages[begin:end]
+        if not question:
+            raise K3Error("nothing has been asked yet")
+        del self._messages[begin:]
+        self._generated = {i: ids for i, ids in self._generated.items() if i < begin}
+        return question
+
+    def states(self) -> list[str]:
+        """Keys of what the prompt cache has of this conversation."""
+        if self._prompts is None or not self._messages:
+            return []
+        return self._prompts.states_of(self._prompt())
+
     def save(self, path: str | Path) -> None:
-        """Write the conversation as JSON.
+        """Write the conversation as JSON, in place of what was there.
 
         Raises:
             K3Error: the file cannot be written.
@@ -167,10 +200,9 @@ class Session:
             # With these, an answer read back is the one given, token for token.
             "generated_ids": {str(i): ids for i, ids in self._generated.items()},
         }
+        text = json.dumps(saved, ensure_ascii=False, indent=2) + "\n"
         try:
-            Path(path).write_text(
-                json.dumps(saved, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
-            )
+            _write(Path(path).resolve(), text.encode())
         except OSError as e:
             raise K3Error(f"{path}: {e.strerror}") from None
 
@@ -218,7 +250,12 @@ class Session:
         """Make the cache one that ``prompt`` continues; returns how many ids it already holds."""
         held = len(self._cached_ids)
         if self._cache is None or held >= len(prompt) or prompt[:held] != self._cached_ids:
-            self._cache, self._cached_ids = make_prompt_cache(self._model), []
+            self._drop_cache()  # before there is another
+            if self._prompts is None:
+                self._cache, rest = make_prompt_cache(self._model), prompt
+            else:
+                self._cache, rest = self._prompts.fetch(prompt)
+            self._cached_ids = prompt[: len(prompt) - len(rest)]
         return len(self._cached_ids)
 
     def _drop_cache(self) -> None:
@@ -254,3 +291,16 @@ class Session:
         self.stats.prompt_tokens += prompt_tokens
         self.stats.cached_tokens += cached_tokens
         self.stats.generated_tokens += generated_tokens
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Put ``data`` in place of what is at ``path``, at once or not at all."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as scratch:
+        try:
+            scratch.write(data)
+            scratch.flush()
+            os.fsync(scratch.fileno())
+            os.replace(scratch.name, path)
+        except BaseException:
+            os.unlink(scratch.name)
+            raise

@@ -19,6 +19,7 @@ from .layers import MLP, Linear
 from .mla import KimiMLAAttention
 from .moe import KimiSparseMoE
 from .residual import ResidualStream
+from .state import RecordedState
 from .weights import sanitize
 
 
@@ -54,10 +55,11 @@ class DecoderLayer(nn.Module):
     def _attend(self, x, mask, cache):
         """Attention; a long prompt continues its own cache block by block."""
         T = x.shape[1]
-        if cache is None or T <= BLOCK_TOKENS:
+        cuts = cache.cuts(T) if isinstance(cache, RecordedState) else []
+        if cache is None or (T <= BLOCK_TOKENS and not cuts):
             return self.self_attn(x, mask, cache)
         outputs = []
-        for block in token_blocks(T):
+        for block in token_blocks(T, cuts):
             part = mask
             if mask is not None:
                 # [B, T] for KDA; [.., T, S] for MLA, whose cache ends with this block.
