@@ -22,6 +22,9 @@ FORBIDDEN = {
         "is a double in CUDA; write f after it"
     ),
     r"(?:=|\(|,|return)\s*\[[&=\w, ]*\]\s*\(": "is a lambda, which older Metal lacks",
+    r"\b(?:u?int|float|bool|auto)\s+(?:half|bfloat|kernel|device|constant|thread)\b": (
+        "has a keyword of Metal as its name"
+    ),
     r"\binf\b": "is a macro in MLX's CUDA code; write INF",
     r"#include.*": "cannot be resolved on the device",
 }
