@@ -15,7 +15,7 @@ import pytest
 
 from mlx_k3 import nano
 from mlx_k3.cli import main
-from mlx_k3.cli.chat import _recommended
+from mlx_k3.cli.chat import recommended_sampling
 from mlx_k3.cli.terminal import AnswerPrinter
 from mlx_k3.convert.stream import convert
 from mlx_k3.errors import CheckpointError
@@ -115,14 +115,14 @@ def test_an_answer_cut_short_is_said_to_be(chat):
 
 
 def test_recommended_sampling_is_that_of_the_model(tmp_path):
-    assert _recommended(tmp_path) == {"temperature": 1.0, "top_p": 1.0}
+    assert recommended_sampling(tmp_path) == {"temperature": 1.0, "top_p": 1.0}
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6, "top_p": 0.95, "eos_token_id": 3}')
-    assert _recommended(tmp_path) == {"temperature": 0.6, "top_p": 0.95}
+    assert recommended_sampling(tmp_path) == {"temperature": 0.6, "top_p": 0.95}
     for damaged in ("{", "[]", '{"top_p": "x"}'):
         path.write_text(damaged)
         with pytest.raises(CheckpointError, match="generation_config"):
-            _recommended(tmp_path)
+            recommended_sampling(tmp_path)
 
 
 class FakeChunk:

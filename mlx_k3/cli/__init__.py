@@ -18,6 +18,7 @@ from .eval import evaluate
 from .generate import generate
 from .inspect import inspect
 from .plan import plan
+from .serve import serve
 from .trace import trace
 from .train import train
 from .verify import verify
@@ -76,6 +77,7 @@ app.command("eval")(evaluate)
 app.command()(generate)
 app.command()(inspect)
 app.command()(plan)
+app.command()(serve)
 app.command()(trace)
 app.command()(train)
 app.command()(verify)

@@ -78,7 +78,7 @@ def chat(
     how = loading.Loading(memory, context, policy, no_prefetch, active_experts, drop_missed, trace)
     folder = loading.model_folder(model)
     K3Config.from_file(folder)
-    recommended = _recommended(folder)
+    recommended = recommended_sampling(folder)
     sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temp": recommended["temperature"] if temp is None else temp,
@@ -115,7 +115,7 @@ def _introduction() -> str:
     return f"{IDENTITY} {ABILITIES}"
 
 
-def _recommended(model: Path) -> dict[str, float]:
+def recommended_sampling(model: Path) -> dict[str, float]:
     """Temperature and top_p that the model's makers recommend."""
     values = {"temperature": 1.0, "top_p": 1.0}
     path = model / "generation_config.json"
