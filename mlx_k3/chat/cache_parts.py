@@ -1,9 +1,9 @@
 """A model's cache taken apart and put together again: what belongs to a token, what to a text.
 
-A cache object that can be trimmed holds something for each token: every array of its ``state``
-has the tokens on the last axis but one, and ``offset`` says how many there are (mlx-lm's KVCache,
-and quantized ones). Any other (ArraysCache, for a KDA layer) holds what all tokens before have
-made together. Only caches of one row.
+A cache object that can be trimmed holds something for each of ``offset`` tokens: it gives them
+away as ``rows``, or every array of its ``state`` has the tokens on the last axis but one (mlx-lm's
+KVCache, and quantized ones). Any other (ArraysCache, for a KDA layer) holds what all tokens before
+have made together. Only caches of one text.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,7 @@ def tokens_held(cache: Sequence[Any]) -> int | None:
 
 def bytes_per_token(cache: Sequence[Any]) -> int:
     """What one token takes in the cache."""
-    return sum(
-        x.nbytes // x.shape[-2]
-        for i, c in enumerate(cache)
-        if c.is_trimmable()
-        for x in _arrays(i, c).values()
-    )
+    return total_bytes(token_arrays(cache, 0, 1))
 
 
 def total_bytes(arrays: Arrays) -> int:
@@ -41,20 +36,20 @@ def token_arrays(cache: Sequence[Any], start: int, end: int) -> Arrays:
     if start == end:
         return {}
     return {
-        name: mx.contiguous(x[..., start:end, :])
+        f"{i}.{name}": x
         for i, c in enumerate(cache)
         if c.is_trimmable()
-        for name, x in _arrays(i, c).items()
+        for name, x in _rows(c, start, end).items()
     }
 
 
 def state_arrays(cache: Sequence[Any]) -> Arrays:
     """What all tokens together have made."""
     return {
-        name: mx.contiguous(x)
+        f"{i}.{name}": mx.contiguous(x)
         for i, c in enumerate(cache)
         if not c.is_trimmable()
-        for name, x in _arrays(i, c).items()
+        for name, x in _arrays(c).items()
     }
 
 
@@ -69,6 +64,9 @@ def rebuild(fresh: list[Any], spans: Sequence[Arrays], state: Arrays, tokens: in
         source = joined if c.is_trimmable() else state
         prefix = f"{i}."
         arrays = {k.removeprefix(prefix): x for k, x in source.items() if k.startswith(prefix)}
+        if hasattr(c, "set_rows"):
+            c.set_rows(arrays["0"], arrays["1"])
+            continue
         empty = {k: v for k, v in tree_flatten(c.state) if not any(_within(a, k) for a in arrays)}
         c.state = tree_unflatten(list((empty | arrays).items()))
         if c.is_trimmable():
@@ -81,10 +79,15 @@ def layout(cache: Sequence[Any]) -> str:
     return "; ".join(f"{type(c).__name__} {tree_flatten(c.state)}" for c in cache)
 
 
-def _arrays(layer: int, cache: Any) -> Arrays:
-    return {
-        f"{layer}.{name}": x for name, x in tree_flatten(cache.state) if isinstance(x, mx.array)
-    }
+def _rows(cache: Any, start: int, end: int) -> Arrays:
+    if hasattr(cache, "rows"):
+        latents, keys = cache.rows(start, end)
+        return {"0": latents, "1": keys}
+    return {name: mx.contiguous(x[..., start:end, :]) for name, x in _arrays(cache).items()}
+
+
+def _arrays(cache: Any) -> Arrays:
+    return {name: x for name, x in tree_flatten(cache.state) if isinstance(x, mx.array)}
 
 
 def _within(name: str, parent: str) -> bool:
