@@ -237,4 +237,6 @@ def _expert_counts(text: dict[str, Any], layers: int) -> tuple[int, ...]:
         return tuple(int(count) for count in counts)
     experts = int(text.get("num_experts") or 0)
     first, every = int(text.get("first_k_dense_replace") or 0), int(text.get("moe_layer_freq") or 1)
+    if every < 1:
+        raise ValueError(f"moe_layer_freq is {text['moe_layer_freq']}")
     return tuple(experts if i >= first and i % every == 0 else 0 for i in range(layers))

@@ -141,6 +141,14 @@ def test_any_value_anywhere_is_read_or_refused_in_one_line(place: tuple, value: 
         assert "\n" not in str(e) and str(e).startswith("config.json: ")
 
 
+@pytest.mark.parametrize("value", [0.5, -1, -2.5])
+def test_a_frequency_of_expert_layers_is_at_least_one(value: float) -> None:
+    raw = copy.deepcopy(SMALL)
+    raw["text_config"]["moe_layer_freq"] = value
+    with pytest.raises(CheckpointError, match=f"moe_layer_freq is {value}"):
+        K3Config.from_dict(raw)
+
+
 @pytest.mark.parametrize("place", PLACES, ids=".".join)
 def test_a_missing_field_is_named_or_has_a_default(place: tuple) -> None:
     raw = copy.deepcopy(SMALL)
