@@ -8,6 +8,7 @@ again, and a disk that refuses is not asked again.
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 
 from ..checkpoint.writer import PARTIAL
@@ -127,3 +128,10 @@ def _entries(folder: Path) -> list[os.DirEntry]:
             return list(entries)
     except OSError:
         return []  # Not there yet.
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space where ``folder`` is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -152,10 +152,12 @@ class PrefixTree:
             key = place.parent
         return removed
 
-    def shrink(self) -> list[Place]:
-        """Take nodes away until the limit is kept; returns their places."""
+    def shrink(self, spare_bytes: int = 0) -> list[Place]:
+        """Take nodes away until the limit is kept with ``spare_bytes`` to spare."""
         removed: list[Place] = []
-        while self.limit_bytes is not None and self.nbytes > self.limit_bytes:
+        if self.limit_bytes is None:
+            return removed
+        while self._nodes and self.nbytes > self.limit_bytes - spare_bytes:
             leaves = (n for key, n in self._nodes.items() if key not in self._children)
             oldest = min(leaves, key=lambda n: n.used)
             removed += self.prune(oldest.place.key)

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .cache_folder import CacheFolder
+from .cache_folder import CacheFolder, free_bytes
+from .cache_identity import model_identity
+from .cache_memory import CacheMemory
 from .cache_parts import (
     Arrays,
     bytes_per_token,
@@ -24,6 +26,11 @@ from .cache_parts import (
     total_bytes,
 )
 from .prefix_tree import BLOCK_TOKENS, KEY_DIGITS, Place, PrefixTree, path, states
+
+_STATES_IN_MEMORY = 4
+_STATES_ON_DISK = 32
+_LEAST_DISK_BYTES = 10**9
+_FREE_SHARE = 1 / 10  # of a disk's free space
 
 
 class Collected(NamedTuple):
@@ -54,30 +61,6 @@ class CacheUsage:
     """Of the tokens asked for, how many had not to be read again."""
 
 
-class CacheMemory:
-    """Nodes of the prompt cache in memory, of at most ``limit_bytes``."""
-
-    def __init__(self, limit_bytes: int | None):
-        self.tree = PrefixTree(limit_bytes)
-
-    def read(self, place: Place) -> Arrays | None:
-        """What is at ``place``."""
-        return self.tree[place.key]
-
-    def write(self, place: Place, arrays: Arrays) -> None:
-        """Put ``arrays`` there."""
-        self.tree.add(place, total_bytes(arrays), arrays)
-        self.tree.shrink()
-
-    def use(self, place: Place) -> None:
-        """Note that they were of use."""
-        self.tree.use(place.key)
-
-    def forget(self, key: str) -> None:
-        """Drop a state, and what only it needed."""
-        self.tree.prune(key)
-
-
 class PromptCache:
     """Remembers prompts and answers of one model.
 
@@ -92,6 +75,7 @@ class PromptCache:
         memory_bytes: kept in memory, at most. None is any number, 0 nothing.
         folder: where more is kept, for later processes too. It may be deleted at any time.
         disk_bytes: kept in the folder, at most, for all models together.
+        state_bytes: of one state, where it is known; see :meth:`make_room`.
     """
 
     def __init__(
@@ -102,8 +86,10 @@ class PromptCache:
         memory_bytes: int | None = None,
         folder: Path | None = None,
         disk_bytes: int | None = None,
+        state_bytes: int | None = None,
     ):
         self._model, self._root = model, identity[:KEY_DIGITS]
+        self._state_bytes = state_bytes
         self._tiers: list[CacheMemory | CacheFolder] = [CacheMemory(memory_bytes)]
         if folder is not None and disk_bytes != 0:
             self._tiers.append(CacheFolder(folder, identity, disk_bytes))
@@ -179,6 +165,22 @@ class PromptCache:
                 if place.key not in tier.tree and arrays is not None:
                     tier.write(place, arrays)
 
+    def make_room(self, states: int) -> int:
+        """Free memory for states that are on their way; for how many of ``states`` there is.
+
+        There always is for one: a prompt ends with it.
+        """
+        memory = self._tiers[0].tree
+        if memory.limit_bytes is None or self._state_bytes is None:
+            return states
+        states = max(min(states, memory.limit_bytes // self._state_bytes), 1)
+        memory.shrink(states * self._state_bytes)
+        return states
+
+    def fits_memory(self, collected: Collected) -> bool:
+        """Whether it will be kept in memory, and so costs no more while it waits for that."""
+        return self._tiers[0].tree.fits(collected.nbytes)
+
     def forget(self, key: str) -> None:
         """Drop a state, and what only it needed."""
         for tier in self._tiers:
@@ -236,3 +238,45 @@ def _content(place: Place, cache: Sequence[Any], state: Arrays) -> Arrays:
         arrays = token_arrays(cache, place.end - BLOCK_TOKENS, place.end)
     mx.eval(arrays)
     return arrays
+
+
+def wanted_bytes(plan: Any) -> int:
+    """What a prompt cache makes good use of in memory, by a model's memory plan.
+
+    The ends of the last prompts and answers, and the beginning that conversations share.
+    """
+    return _STATES_IN_MEMORY * plan.state_bytes + plan.cache_bytes
+
+
+def open_prompt_cache(
+    folder: str | Path,
+    model: Any,
+    *,
+    kept_in: Path | None = None,
+    memory_bytes: int | None = None,
+    disk_bytes: int | None = None,
+) -> PromptCache:
+    """The prompt cache of ``model``, which :func:`mlx_k3.load` gave for ``folder``.
+
+    Args:
+        folder: the model's.
+        model: its memory plan gives the sizes below.
+        kept_in: where states are kept from one process to the next; None keeps them in memory.
+        memory_bytes: by default room for a few states, beside what the model was given.
+        disk_bytes: by default room for some dozens of states, or a tenth of what is free.
+
+    Raises:
+        CheckpointError: the folder is no model.
+    """
+    plan = model.plan
+    if disk_bytes is None and kept_in is not None:
+        wanted = max(_STATES_ON_DISK * plan.state_bytes + 4 * plan.cache_bytes, _LEAST_DISK_BYTES)
+        disk_bytes = min(wanted, int(free_bytes(kept_in) * _FREE_SHARE))
+    return PromptCache(
+        model,
+        model_identity(folder, model),
+        memory_bytes=wanted_bytes(plan) if memory_bytes is None else memory_bytes,
+        folder=kept_in,
+        disk_bytes=disk_bytes,
+        state_bytes=plan.state_bytes,
+    )

@@ -79,7 +79,10 @@ class Reading:
         self._prompts, self._ids, self._generated = prompts, ids, generated
         self._start = cached_tokens
         self._cache: list[Any] = [] if prompts is None else options["prompt_cache"]
-        self._stops = [] if prompts is None else sorted(stops(ids, cached_tokens, tokenizer))
+        self._stops: list[int] = []
+        if prompts is not None:
+            wanted = stops(ids, cached_tokens, tokenizer)
+            self._stops = sorted(wanted[: prompts.make_room(len(wanted))])
         self._collected: list[Collected] = []  # Not kept yet.
         self._passing: str | None = None  # Key of a state that the next one makes superfluous.
         self._kept_at = time.monotonic()
@@ -141,6 +144,8 @@ class Reading:
             self._collect(stop, [_at(c, stop) for c in self._cache])
         if done == total - 1:
             self._stop_recording()
+            if not all(map(self._prompts.fits_memory, self._collected)):
+                self._keep()
             return
         passing = None
         if stop != position and time.monotonic() - self._kept_at > KEEP_SECONDS:

@@ -5,9 +5,6 @@ trimmed, so the last answer's cache goes on only where the new prompt begins wit
 in it. Elsewhere a :class:`~.prompt_cache.PromptCache`, if there is one, has the nearest state.
 """
 
-import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,11 +29,10 @@ from .generation import (
     stream_generate,
 )
 from .prompt_cache import PromptCache
+from .saved import read_saved, write_saved
 from .xtml_parser import ReplyParser, parse_conversation, tags
 
 __all__ = ["Chunk", "Reply", "Session", "Stats", "generate", "stream_generate"]
-
-FORMAT = 1  # of a saved conversation
 
 
 @dataclass
@@ -180,31 +176,24 @@ class Session:
         self._generated = {i: ids for i, ids in self._generated.items() if i < begin}
         return question
 
-    def states(self) -> list[str]:
-        """Keys of what the prompt cache has of this conversation."""
-        if self._prompts is None or not self._messages:
-            return []
-        return self._prompts.states_of(self._prompt())
-
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, with_states: bool = False) -> None:
         """Write the conversation as JSON, in place of what was there.
+
+        ``with_states`` adds the keys of what the prompt cache has of it.
 
         Raises:
             K3Error: the file cannot be written.
         """
         saved = {
-            "format": FORMAT,
             "system": self.system,
             **self._settings,
             "messages": self._messages,
             # With these, an answer read back is the one given, token for token.
             "generated_ids": {str(i): ids for i, ids in self._generated.items()},
         }
-        text = json.dumps(saved, ensure_ascii=False, indent=2) + "\n"
-        try:
-            _write(Path(path).resolve(), text.encode())
-        except OSError as e:
-            raise K3Error(f"{path}: {e.strerror}") from None
+        if with_states and self._prompts is not None and self._messages:
+            saved["states"] = self._prompts.states_of(self._prompt())
+        write_saved(Path(path), saved)
 
     def load(self, path: str | Path) -> None:
         """Take up a saved conversation in place of this one, with its settings.
@@ -212,17 +201,10 @@ class Session:
         Raises:
             K3Error: no such file, or not a saved conversation. This one then stays as it is.
         """
-        try:
-            saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as e:
-            raise K3Error(f"{path}: {e.strerror}") from None
-        except ValueError:
-            raise K3Error(f"{path} is not valid JSON; /save writes what /load reads") from None
-        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-            raise K3Error(f"{path} is not a saved conversation of format {FORMAT}")
-        messages, generated = saved.get("messages"), saved.get("generated_ids", {})
-        if not isinstance(messages, list) or not isinstance(generated, dict):
-            raise K3Error(f"{path} has no list of messages")
+        saved = read_saved(Path(path))
+        messages, generated = saved["messages"], saved.get("generated_ids", {})
+        if not isinstance(generated, dict):
+            raise K3Error(f"{path}: generated_ids is no object; delete it from the file")
         settings = {key: saved.get(key, value) for key, value in self._settings.items()}
         # Renders before anything is replaced: a message that does not fit is found here.
         conversation_ids(self._tokenizer, messages, **settings)
@@ -291,16 +273,3 @@ class Session:
         self.stats.prompt_tokens += prompt_tokens
         self.stats.cached_tokens += cached_tokens
         self.stats.generated_tokens += generated_tokens
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Put ``data`` in place of what is at ``path``, at once or not at all."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as scratch:
-        try:
-            scratch.write(data)
-            scratch.flush()
-            os.fsync(scratch.fileno())
-            os.replace(scratch.name, path)
-        except BaseException:
-            os.unlink(scratch.name)
-            raise

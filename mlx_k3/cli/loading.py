@@ -18,6 +18,7 @@ from ..config import K3Config
 from ..errors import K3Error
 from ..units import format_bytes, parse_bytes, parse_tokens
 from .convert import progress_bar
+from .prompts import leave_room
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -155,25 +156,32 @@ class Loading:
 
 
 @contextmanager
-def open_model(folder: Path, loading: Loading) -> Iterator[tuple[Any, Any]]:
+def open_model(
+    folder: Path, loading: Loading, *, keeps_prompts: bool = False
+) -> Iterator[tuple[Any, Any]]:
     """Load the model in ``folder``; gives it and its tokenizer, and closes it at the end.
 
     Meanwhile a Mac keeps it in memory. Ended without an error, what was used most is remembered
-    and read ahead the next time.
+    and read ahead the next time. If the command ``keeps_prompts``, a part of the memory is left
+    for that; :func:`~.prompts.open_prompts` then gives the cache.
 
     Raises:
         K3Error: the folder cannot be loaded, does not fit, or an option could not act on it.
     """
     from ..experts import machine
-    from ..loader import load
+    from ..loader import load, plan_load
 
     config = K3Config.from_file(folder)
     context = {} if loading.context is None else {"context_tokens": parse_tokens(loading.context)}
     memory_bytes, plan = _plan(folder, loading.memory, context)
+    kept_bytes = 0
+    if keeps_prompts:
+        memory_bytes, kept_bytes = leave_room(plan, memory_bytes)
+        plan = plan_load(folder, memory_bytes, **context)
     loading.check(plan, config)
     if sys.stderr.isatty():
         note(_summary(plan))
-    with machine.wired(plan.total_bytes):
+    with machine.wired(plan.total_bytes + kept_bytes):
         model, tokenizer = load(
             folder,
             memory=memory_bytes,
@@ -183,6 +191,7 @@ def open_model(folder: Path, loading: Loading) -> Iterator[tuple[Any, Any]]:
             levers=loading.levers(),
             **context,
         )
+        model.kept_bytes = kept_bytes
         if model.offload is None:
             yield model, tokenizer
             return
