@@ -99,6 +99,24 @@ def test_logits_survive_export_and_conversion(source: Path, tmp_path: Path) -> N
     assert relative_error(unrounded, expected) > 1e-3  # So that the rounding was there to lose.
 
 
+def test_experts_may_stay_unpacked(source: Path, tmp_path: Path) -> None:
+    """Then the package computes with them in bfloat16, as training does before it rounds."""
+    model = trained(source)
+    raw_config = json.loads((source / "config.json").read_text())
+    export(model, raw_config, tmp_path / "release", experts="bf16")
+    assert "quantization_config" not in (tmp_path / "release" / "config.json").read_text()
+    assert raw_config == json.loads((source / "config.json").read_text())
+    convert(tmp_path / "release", tmp_path / "package", trunk="bf16")
+    loaded, _ = load(tmp_path / "package")
+    ids = some_ids(model.config)
+    in_bfloat16 = tree_map(
+        lambda p: p.astype(mx.bfloat16).astype(mx.float32) if p.ndim == 3 else p,
+        tree_map(lambda p: p.astype(mx.float32), as_stored(model.parameters())),
+    )
+    model.update(in_bfloat16)
+    assert relative_error(loaded(ids), model(ids)) < 1e-5
+
+
 def test_mlx_lm_opens_it_too(source: Path, tmp_path: Path) -> None:
     model = trained(source)
     release = exported(source, tmp_path / "release", model)

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from ..checkpoint.index import INDEX
 from ..checkpoint.names import (
+    ExpertForm,
     MlxTensor,
     expert_tensors,
     layer_tensors,
@@ -41,19 +42,22 @@ _QUANTIZATION = {
 }
 
 
-def export(model: Model, raw_config: dict[str, Any], folder: Path) -> None:
+def export(
+    model: Model, raw_config: dict[str, Any], folder: Path, experts: ExpertForm = "mxfp4"
+) -> None:
     """Write ``model`` to the new ``folder``: a shard a layer, the stem, the index, config.json.
 
-    ``raw_config`` is the content of the model's ``config.json``; that of a model whose experts were
-    not packed is told that they are. The folder appears when it is complete.
+    ``raw_config`` is the content of the model's ``config.json``; the new one says how the experts
+    are stored. ``experts="bf16"`` leaves them unpacked, to see what packing costs. The folder
+    appears when it is complete.
 
     Raises:
         OSError: as writing does; nothing is left then.
     """
     config = model.config
-    arrays = package_arrays(config, dict(tree_flatten(model.parameters())))
+    arrays = package_arrays(config, dict(tree_flatten(model.parameters())), experts)
     shards = [
-        [*layer_tensors(config, layer), *expert_tensors(config, layer, "mxfp4")]
+        [*layer_tensors(config, layer), *expert_tensors(config, layer, experts)]
         for layer in range(config.num_hidden_layers)
     ]
     shards.append(list(stem_tensors(config)))
@@ -70,7 +74,7 @@ def export(model: Model, raw_config: dict[str, Any], folder: Path) -> None:
             total_bytes += layout.data_bytes
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index) + "\n")
-        stated = _stating_quantization(config, raw_config)
+        stated = _stating_quantization(config, raw_config, experts)
         (partial / "config.json").write_text(json.dumps(stated, indent=1) + "\n")
         partial.rename(folder)
     except BaseException:
@@ -78,19 +82,30 @@ def export(model: Model, raw_config: dict[str, Any], folder: Path) -> None:
         raise
 
 
-def _stating_quantization(config: K3Config, raw_config: dict[str, Any]) -> dict[str, Any]:
-    text = raw_config.get("text_config", raw_config)
-    if "quantization_config" in text or "quantization_config" in raw_config:
-        return raw_config
-    return raw_config | {"quantization_config": _QUANTIZATION} if config.moe_layers else raw_config
+def _stating_quantization(
+    config: K3Config, raw_config: dict[str, Any], experts: ExpertForm
+) -> dict[str, Any]:
+    stated = dict(raw_config)
+    text = stated
+    if "text_config" in stated:
+        text = stated["text_config"] = dict(stated["text_config"])
+    places = [part for part in (text, stated) if "quantization_config" in part]
+    if experts == "bf16":
+        for part in places:
+            part.pop("quantization_config", None)
+    elif not places and config.moe_layers:
+        stated["quantization_config"] = _QUANTIZATION
+    return stated
 
 
-def package_arrays(config: K3Config, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
+def package_arrays(
+    config: K3Config, parameters: dict[str, mx.array], experts: ExpertForm
+) -> dict[str, mx.array]:
     """This package's parameters under the names of an MLX folder, in the dtypes of the release."""
     arrays = {}
     for name, parameter in parameters.items():
         name = config.weight_prefix + name
-        if ".switch_mlp." in name:
+        if ".switch_mlp." in name and experts == "mxfp4":
             packed, scales = mxfp4_pack(parameter)
             arrays[name] = packed
             arrays[name.removesuffix("weight") + "scales"] = scales
