@@ -29,8 +29,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def chat(monkeypatch, capsys, folder):
+def chat(monkeypatch, capsys, folder, tmp_path):
     """Pipes lines into the command in this process."""
+    monkeypatch.setattr("typer.get_app_dir", lambda name: str(tmp_path / "data" / name))
+    monkeypatch.setattr("mlx_k3.cli.prompts.prompts_folder", lambda: tmp_path / "prompts")
 
     def run(*lines: str, options=("--temp", "0", "--max-tokens", "4", "--no-thinking")):
         monkeypatch.setattr(sys, "argv", ["mlx-k3", "chat", str(folder), *options])
@@ -82,7 +84,7 @@ def test_only_the_bundled_model_is_introduced(chat):
 
 def test_help_names_every_command(chat):
     _, out, _ = chat("/help")
-    for command in ("/help", "/reset", "/save", "/load", "/system", "/stats", "/exit"):
+    for command in ("/help", "/reset", "/retry", "/save", "/load", "/system", "/stats", "/exit"):
         assert command in out
 
 
@@ -90,7 +92,7 @@ def test_help_names_every_command(chat):
     ("line", "message"),
     [
         ("/jump", "no command /jump"),
-        ("/save", "/save needs a file"),
+        ("/save", "/save needs a name"),
         ("/load /no/such/file", "No such file"),
     ],
 )

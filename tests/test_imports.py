@@ -28,7 +28,7 @@ ALLOWED = {
     "loader": {"models", "experts", "checkpoint", "config"} | {"chat.tokenizer", "convert.source"},
     "convert": {"checkpoint", "config"},
     "convert.prune": {"loader"},
-    "chat": {"loader", "models", "config", "experts.usage"},
+    "chat": {"loader", "models", "config", "checkpoint", "experts.usage"},
     "media": {"config"},
     "nano": {"convert"},
     "tasks": set(),

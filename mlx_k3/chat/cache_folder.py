@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoint.writer import PARTIAL
@@ -79,9 +80,10 @@ class CacheFolder:
         """Delete the state ``key``, and what only it needed."""
         self._delete(self.tree.prune(key))
 
-    def path_bytes(self, key: str) -> int:
-        """Bytes of the files that the state ``key`` is read from; 0 if it is not there."""
-        return sum(self._path(place).stat().st_size for place in self.tree.path_to(key))
+    def bytes_of(self, keys: Iterable[str]) -> int:
+        """Bytes of the files that the states ``keys`` are read from, as far as they are there."""
+        places = {place for key in keys for place in self.tree.path_to(key)}
+        return sum(self.tree.nbytes_of(place.key) for place in places)
 
     def _scan(self) -> None:
         found = []

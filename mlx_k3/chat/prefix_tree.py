@@ -107,6 +107,10 @@ class PrefixTree:
         """Whether a path of this size can be kept at all."""
         return self.limit_bytes is None or nbytes <= self.limit_bytes
 
+    def nbytes_of(self, key: str) -> int:
+        """Size of a node."""
+        return self._nodes[key].nbytes
+
     def path_to(self, key: str) -> list[Place]:
         """The places that lead to a node, itself the last; none if any is missing."""
         places: list[Place] = []

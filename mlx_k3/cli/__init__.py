@@ -19,6 +19,7 @@ from .generate import generate
 from .inspect import inspect
 from .plan import plan
 from .serve import serve
+from .sessions import sessions
 from .trace import trace
 from .train import train
 from .verify import verify
@@ -78,6 +79,7 @@ app.command()(generate)
 app.command()(inspect)
 app.command()(plan)
 app.command()(serve)
+app.command()(sessions)
 app.command()(trace)
 app.command()(train)
 app.command()(verify)

@@ -1,0 +1,200 @@
+"""A conversation on the terminal: what is typed, to the session; what comes back, to the screen.
+
+Owns the commands that begin with a slash. Where lines come from is :mod:`.chat`'s business.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..chat.saved import is_name
+from ..errors import K3Error
+from ..units import format_bytes
+from .figures import dropped, footer, since_loading
+from .terminal import AnswerPrinter, PromptBar, note
+
+if TYPE_CHECKING:
+    from ..chat.saved import NamedSessions
+    from ..chat.session import Reply, Session
+    from ..experts.offload import Offload
+
+HELP = """\
+/help           this list
+/reset          forget the conversation
+/retry [TEXT]   answer the last message again, or TEXT in its place
+/save NAME      save the conversation under a name, or in a file, as talk.json
+/load NAME      take up a saved conversation
+/system [TEXT]  show or set the system message
+/stats          tokens and speed so far
+/exit           leave (also Ctrl-D)
+Enter sends, Alt-Enter (or Esc, Enter) begins a new line, Ctrl-C stops an answer."""
+
+
+class StopRequest:
+    """While entered, Ctrl-C asks for an end (``made``); a second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def __enter__(self) -> "StopRequest":
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _on_signal(self, *_: object) -> None:
+        if self.made:
+            raise KeyboardInterrupt
+        self.made = True
+
+
+class Conversation:
+    """What is typed, to the session; what comes back, to the terminal.
+
+    >>> conversation = Conversation(session, sampling, interactive, named, offload)
+    >>> conversation.resume("holiday")
+    >>> conversation.run(lines)
+    """
+
+    def __init__(
+        self,
+        session: "Session",
+        sampling: dict[str, Any],
+        interactive: bool,
+        named: "NamedSessions",
+        offload: "Offload | None" = None,
+    ):
+        self._session, self._offload = session, offload
+        self._at_loading = offload and offload.usage()
+        self._sampling = sampling
+        self._interactive = interactive
+        self._named = named
+        self._resumed: Path | None = None  # Saved again after every answer.
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: print(HELP),
+            "/reset": lambda _: session.reset(),
+            "/retry": self._retry,
+            "/save": self._save,
+            "/load": self._load,
+            "/system": self._system,
+            "/stats": lambda _: self._stats(),
+        }
+
+    def resume(self, name: str) -> None:
+        """Go on with the session ``name``, and save it after every answer from now on.
+
+        Raises:
+            K3Error: there is none, or it cannot be read.
+        """
+        self._resumed = self._named.existing(name)
+        self._session.load(self._resumed)
+        note(f"{len(self._session.messages)} messages of {name}")
+
+    def run(self, lines: Iterator[str]) -> None:
+        """Until /exit or the input's end. On a terminal a mistake is told, and it goes on.
+
+        Raises:
+            K3Error: a mistake in input that is not typed.
+        """
+        for line in lines:
+            command, _, rest = line.strip().partition(" ")
+            if command == "/exit":
+                return
+            try:
+                if command in self._commands:
+                    self._commands[command](rest.strip())
+                elif command.startswith("/") and command.count("/") == 1:
+                    raise K3Error(f"no command {command}; /help lists them")
+                elif line.strip():
+                    self._answer(line)
+                    self._save_resumed()
+            except K3Error as e:
+                if not self._interactive:
+                    raise
+                note(str(e))
+
+    def _answer(self, text: str | list[dict[str, Any]]) -> None:
+        printer = AnswerPrinter()
+        with StopRequest() as stop, PromptBar() as bar:
+
+            def reading_the_prompt(done: int, total: int) -> None:
+                if stop.made:
+                    raise KeyboardInterrupt
+                bar.update(done, total)
+
+            turn = self._session.turn(
+                text, prompt_progress_callback=reading_the_prompt, **self._sampling
+            )
+            try:
+                for chunk in turn:
+                    printer.show(chunk)
+                    if stop.made and chunk.reply is None:
+                        turn.close()
+            except KeyboardInterrupt:
+                stop.made = True
+            finally:
+                printer.end()
+        if stop.made and not self._interactive:
+            raise KeyboardInterrupt
+        if stop.made:
+            note("stopped")
+        elif self._session.reply:
+            self._remark(self._session.reply, printer.wrote_text)
+
+    def _remark(self, reply: "Reply", has_text: bool) -> None:
+        if reply.finish_reason == "length":
+            what = "answer" if has_text else "thinking"
+            note(f"the {what} was cut at {self._sampling['max_tokens']} tokens (--max-tokens)")
+        show = footer if self._interactive else dropped
+        if remark := show(reply, self._offload):
+            note(remark)
+
+    def _retry(self, text: str) -> None:
+        question = self._session.take_back()
+        self._answer(text or question)
+        self._save_resumed()
+
+    def _save(self, name: str) -> None:
+        path = self._path(name, "/save")
+        if is_name(name):
+            self._named.make_folder()
+        self._session.save(path, with_states=is_name(name))
+        note(f"{len(self._session.messages)} messages in {path}")
+
+    def _load(self, name: str) -> None:
+        path = self._path(name, "/load")
+        self._session.load(self._named.existing(name) if is_name(name) else path)
+        note(f"{len(self._session.messages)} messages from {path}")
+
+    def _path(self, name: str, command: str) -> Path:
+        if not name:
+            raise K3Error(f"{command} needs a name: {command} holiday")
+        return self._named.path(name) if is_name(name) else Path(name).expanduser()
+
+    def _save_resumed(self) -> None:
+        if self._resumed is not None:
+            self._session.save(self._resumed, with_states=True)
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._session.system = text
+        else:
+            print(self._session.system or "no system message")
+
+    def _stats(self) -> None:
+        stats, reply = self._session.stats, self._session.reply
+        print(
+            f"{stats.answers} answers, {stats.generated_tokens} tokens; prompts of "
+            f"{stats.prompt_tokens} tokens, {stats.cached_tokens} of them kept from before"
+        )
+        if reply is not None:
+            print(
+                f"last answer: prompt {reply.prompt_tps:.1f} tokens/s, "
+                f"answer {reply.generation_tps:.1f} tokens/s, "
+                f"peak memory {format_bytes(reply.peak_memory_bytes)}"
+            )
+        if self._offload is not None:
+            usage = self._offload.usage() - self._at_loading
+            print("\n".join(since_loading(self._offload, usage)))
