@@ -59,7 +59,7 @@ WRONG = {
     "a wild address": ("y[THREAD] = x[THREAD * 10000000000000ul];", r"a wild address"),
     "beyond shared": (
         REVERSE.replace("tile[THREAD] =", "tile[THREAD + 1] ="),
-        r"thread 63 .*line 5: an index outside its array",
+        r"thread 63 .*tried.h:5: an index outside its array",
     ),
     "beyond shared by pointer": (
         REVERSE.replace("tile[THREAD] =", "THREADGROUP float* p = tile; p[THREAD + 1] ="),
@@ -67,7 +67,7 @@ WRONG = {
     ),
     "beyond a local array": (
         "float kept[4]; for (int i = 0; i < 4; ++i) kept[i] = 0.0f; y[THREAD] = kept[THREAD];",
-        r"thread 4 .*line 4: an index outside its array",
+        r"thread 4 .*tried.h:4: an index outside its array",
     ),
     "uninitialised shared": (
         "SHARED(float, tile, 64); if (THREAD < 63) tile[THREAD] = x[THREAD];\n"
@@ -156,8 +156,11 @@ REFUSED = {
         r"no matching function for call to 'store4'",
     ),
     "a write to an input": ("x[THREAD] = 0.0f;", r"read-only|const"),
-    "no space": ("const float* p = x; y[THREAD] = p[THREAD];", r"line 4: const float\* p = needs"),
-    "a double": ("double sum = 0.0f; y[THREAD] = sum;", r"line 4: double is not in Metal's"),
+    "no space": (
+        "const float* p = x; y[THREAD] = p[THREAD];",
+        r"tried.h:4: const float\* p = needs",
+    ),
+    "a double": ("double sum = 0.0f; y[THREAD] = sum;", r"tried.h:4: double is not in Metal's"),
     "a double literal": ("y[THREAD] = x[THREAD] * 0.5;", r"0.5 is a double in CUDA"),
     "a double exponent": ("y[THREAD] = x[THREAD] * 1e-5;", r"1e-5 is a double in CUDA"),
     "a static": ("static int calls = 0; y[THREAD] = ++calls;", r"static variables"),
@@ -172,7 +175,7 @@ REFUSED = {
     ),
     "a keyword": (
         "int half = 2; y[THREAD] = half;",
-        r"line 4: int half has a keyword of Metal as its name",
+        r"tried.h:4: int half has a keyword of Metal as its name",
     ),
     "a semicolon": ("y[THREAD] = x[THREAD]", r"expected ';'"),
 }
@@ -200,7 +203,7 @@ HELPERS = {
     ),
     "a pointer without a space": (
         "INLINE float first(const float* p) { return p[0]; }",
-        r"line 1: const float\* p\) needs an address space",
+        r"tried.h:1: const float\* p\) needs an address space",
     ),
     "a local in another space": (
         "INLINE float first(CONST_DEVICE float* p) { return p[0]; }\n"

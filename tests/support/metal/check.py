@@ -6,6 +6,7 @@ the address spaces as types. Stricter than Metal where the two dialects differ.
 
 import re
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 
 from mlx_k3.kernels.build import Launch
@@ -49,14 +50,14 @@ def _check(text: MetalText) -> None:
 
 def _check_language(kernel: str, text: str) -> None:
     """The pass over words and forms; ``text`` has no comments."""
-    for number, line in _lines(text):
+    for place, line in _lines(text):
         for pattern, why in FORBIDDEN.items():
             if found := re.search(pattern, line):
-                raise KernelFault(f"{kernel}: line {number}: {found.group().strip()} {why}")
+                raise KernelFault(f"{kernel}: {place}: {found.group().strip()} {why}")
         if re.search(STATIC, line):
-            raise KernelFault(f"{kernel}: line {number}: static variables are not in Metal")
+            raise KernelFault(f"{kernel}: {place}: static variables are not in Metal")
         if found := _pointer_without_space(line, text):
-            raise KernelFault(f"{kernel}: line {number}: {found} needs an address space")
+            raise KernelFault(f"{kernel}: {place}: {found} needs an address space")
     if name := _misplaced_array(text):
         raise KernelFault(f"{kernel}: the shared array {name} is not at the top of the body")
     if function := _recursive(text):
@@ -91,14 +92,14 @@ def _newlines(found: re.Match) -> str:
     return "\n" * found.group().count("\n")
 
 
-def _lines(text: str):
-    """Each line and its number in the file it comes from."""
-    number = 0
+def _lines(text: str) -> Iterator[tuple[str, str]]:
+    """The place of each line, as ``FILE:NUMBER``, and the line."""
+    file, number = "the signature", 1
     for line in text.split("\n"):
-        if marked := re.match(r"#line (\d+)", line):
-            number = int(marked.group(1))
+        if marked := re.match(r'#line (\d+) "(.*)"', line):
+            number, file = int(marked[1]), marked[2]
         else:
-            yield number, line
+            yield f"{file}:{number}", line
             number += 1
 
 

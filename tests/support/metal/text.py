@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_k3.kernels.build import SMALL, Kernel, Launch
+from mlx_k3.kernels.build import SMALL, SOURCE, Kernel, Launch
 
 TYPES = {
     mx.bool_: "bool",
@@ -63,7 +63,7 @@ class MetalText(NamedTuple):
 
 
 def metal_text(launch: Launch) -> MetalText:
-    """The text for ``launch``. Lines are numbered as in the kernel's file in ``source/``."""
+    """The text for ``launch``. Lines are numbered as in the files of ``source/``."""
     given = launch.text("metal")
     parameters = _inputs(launch, given.body) + [
         Parameter(name, "device", TYPES[dtype], output=True)
@@ -108,11 +108,15 @@ def _template_argument(value: int | bool | mx.Dtype) -> str:
 
 
 def _numbered(kernel: Kernel, text: str) -> str:
-    """``text`` with the line numbers of the kernel's file before what comes from there."""
+    """``text`` with the file and line before what comes from the kernel's file or the dialect."""
     helpers, body = kernel.parts()
-    first = helpers.count("\n") + 2
-    for part, line in ((helpers, 1), (body, first)):
-        text = text.replace(part, f'#line {line} "{kernel.name}.h"\n{part}')
+    own = f"{kernel.name}.h"
+    places = [(helpers, own, 1), (body, own, helpers.count("\n") + 2)]
+    for part in ("prelude", *kernel.needs):
+        file = f"{part}.metal.h"
+        places.append(((SOURCE / file).read_text(encoding="utf-8"), file, 1))
+    for part, file, line in places:
+        text = text.replace(part, f'#line {line} "{file}"\n{part}')
     return text
 
 

@@ -59,7 +59,7 @@ struct SourcePlace {
 
 #define UNDEFINED(name, what, ...)                                                               \
   extern "C" void __ubsan_handle_##name(SourcePlace* place, ##__VA_ARGS__) {                     \
-    fail("line %u: %s", place->line, what);                                                      \
+    fail("%s:%u: %s", place->file, place->line, what);                                           \
   }
 
 UNDEFINED(out_of_bounds, "an index outside its array", void*)
