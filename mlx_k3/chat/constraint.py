@@ -79,7 +79,7 @@ def constrain(
     return Constraint(tokenizer, rules)
 
 
-@lru_cache(maxsize=1)  # takes seconds for a large vocabulary
+@lru_cache(maxsize=1)  # takes most of a second for a large vocabulary
 def _vocabulary(tokenizer: Any) -> LLTokenizer:
     """The tokenizer in llguidance's form. Nothing but a message's end ends a grammar."""
     pieces, control = tokenizer.table

@@ -15,8 +15,14 @@ from . import xtml
 
 Encode = Callable[[Iterable[xtml.Segment]], list[int]]
 
-# Else a model can write blanks until its limit.
-_JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,40}"}}
+# One way to set blanks, as Python writes JSON: else a model that is sampled may go on with them.
+_JSON_OPTIONS = {
+    "x-guidance": {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+    }
+}
 _INDEX = "/[1-9][0-9]{0,2}/"
 _TEXT = r"/(.|\n)*/"
 

@@ -1,0 +1,100 @@
+"""A real server in a process of its own, and the real client for it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+
+KEY = "sk-test"
+MODEL = "k3-nano"
+START_SECONDS = 60
+
+
+class Server:
+    """``mlx-k3 serve`` with ``options`` on a free port."""
+
+    def __init__(self, *options: str, key: str | None = KEY, model: Path | None = None):
+        command = [sys.executable, "-m", "mlx_k3", "serve", *([str(model)] if model else [])]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        if key is not None:
+            environment["MLX_K3_API_KEY"] = key
+        self.process = subprocess.Popen(
+            [*command, "--port", "0", "--temp", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            # A shell that runs tests in the background has its children ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        self.key = key
+        self.lines: list[str] = []
+        self._found = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self._found.wait(START_SECONDS), "".join(self.lines)
+        assert self.process.poll() is None or self.base_url, "".join(self.lines)
+
+    def _read(self) -> None:
+        self.base_url = ""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if match := re.search(r" answers at (\S+)", line):
+                self.base_url = match[1]
+                self._found.set()
+        self._found.set()
+
+    @property
+    def log(self) -> str:
+        """All it wrote so far."""
+        return "".join(self.lines)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """OpenAI's client for it."""
+        key = self.key or "none"
+        return openai.OpenAI(base_url=self.base_url, api_key=key, max_retries=0, **options)
+
+    def get(self, path: str, **headers: str) -> httpx2.Response:
+        """A plain request with the key."""
+        headers = {"Authorization": f"Bearer {self.key}", **headers}
+        return httpx2.get(self.base_url.removesuffix("/v1") + path, headers=headers, timeout=60)
+
+    def figure(self, name: str) -> float:
+        """A value of the metrics page."""
+        [value] = re.findall(rf"^{re.escape(name)} (\S+)$", self.get("/metrics").text, re.M)
+        return float(value)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait; the exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        self._reader.join(10)
+        return code
+
+
+@contextmanager
+def serving(*options: str, **how: Any) -> Iterator[Server]:
+    """A server for as long as the context lasts."""
+    server = Server(*options, **how)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait(30)
+
+
+def ask(client: openai.OpenAI, text: str, **options: Any) -> Any:
+    """The answer to one message."""
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
