@@ -12,6 +12,7 @@ from mlx_k3.config import K3Config
 from mlx_k3.kernels import kda_log_decay, l2norm
 from mlx_k3.kernels.build import using
 from mlx_k3.kernels.kda import kda, plain_kda
+from mlx_k3.kernels.kda_conv import kda_conv, kda_conv_reference
 from mlx_k3.kernels.kda_decode import MOST_TOKENS, kda_decode, kda_decode_reference
 from mlx_k3.models.kda import KimiDeltaAttention
 
@@ -112,6 +113,57 @@ def test_decode_of_padded_rows(T) -> None:
         assert_close(results[1:], want[1:], mx.float32)
     # A row without any real token keeps its state.
     assert mx.array_equal(got[2][2], inputs[-1][2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T, D", [(1, 32), (2, 64), (3, 32), (40, 128), (65, 32)])
+def test_conv(dtype, T, D) -> None:
+    mx.random.seed(0)
+    qkv, state = (mx.random.normal((2, n, 3 * 2 * D)).astype(dtype) for n in (T, 3))
+    weight = 0.5 * mx.random.normal((3 * 2 * D, 4))
+    *want, want_state = kda_conv_reference(qkv, weight, state, 2)
+    with with_kernels():
+        *got, got_state = kda_conv(qkv, weight, state, 2)
+        without = kda_conv(qkv, weight, None, 2)
+    assert_close(got, [x.astype(dtype) for x in want], dtype)
+    assert mx.array_equal(got_state, want_state)
+    want = kda_conv_reference(qkv, weight, mx.zeros_like(state), 2)
+    assert_close(without, [x.astype(dtype) for x in want], dtype)
+
+
+@pytest.mark.parametrize("T", [2, 70])
+def test_conv_of_padded_rows(T) -> None:
+    """Padding left and right holds NaN; a row's state ends at its last real token."""
+    mx.random.seed(0)
+    qkv, state = mx.random.normal((3, T, 3 * 32)), mx.random.normal((3, 3, 3 * 32))
+    weight = mx.random.normal((3 * 32, 4))
+    first, lengths = mx.array([0, T // 2, T]), mx.array([T, T, T])
+    for start, end in ((first, lengths), (mx.array([0, 0, 0]), mx.array([T, T // 2, 0]))):
+        position = mx.arange(T)
+        mask = (position >= start[:, None]) & (position < end[:, None])
+        qkv = mx.where(mask[..., None], qkv, mx.nan)
+        given = None if start is first else end
+        want = kda_conv_reference(qkv, weight, state, 1, mask, given)
+        with with_kernels():
+            got = kda_conv(qkv, weight, state, 1, mask, given)
+        assert_close(got, want, mx.float32)
+        qkv = mx.random.normal(qkv.shape)
+
+
+def test_gradients_of_the_convolution() -> None:
+    mx.random.seed(0)
+    inputs = mx.random.normal((1, 9, 3 * 32)), mx.random.normal((3 * 32, 4))
+
+    def loss(form):
+        def f(qkv, weight):
+            q, k, v, state = form(qkv, weight, None, 1)
+            return mx.sin(q).sum() + (k * k[:, ::-1]).sum() + (v * v).sum() + state.sum()
+
+        return mx.grad(f, argnums=(0, 1))(*inputs)
+
+    with with_kernels():
+        got = loss(kda_conv)
+    assert_close(got, loss(kda_conv_reference), mx.float32)
 
 
 def kda_inputs(B, T, H, D, gates="random", dtype=mx.float32):
@@ -307,10 +359,12 @@ def test_cuda_compiles_decode(dtype, T, D, bound, masked) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("D", [32, 64, 128])
 def test_cuda_compiles_prefill(dtype, D) -> None:
-    inputs = kda_inputs(1, 40, 1, D, dtype=dtype)
+    mask = mx.ones((1, 40), mx.bool_)
+    qkv, weight = mx.zeros((1, 40, 3 * D), dtype), mx.zeros((3 * D, 4), dtype)
     with cuda.compiling() as told:
-        mx.eval(kda(*inputs, mx.ones((1, 40), mx.bool_)))
-    assert_no_spills(told, 2)
+        mx.eval(kda(*kda_inputs(1, 40, 1, D, dtype=dtype), mask))
+        mx.eval(kda_conv(qkv, weight, None, 1, mask))
+    assert_no_spills(told, 3)
 
 
 def assert_no_spills(told: list[str], kernels: int) -> None:

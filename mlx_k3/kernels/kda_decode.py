@@ -7,13 +7,11 @@ takes the place of some twenty operations. Knows nothing of prefill and of rows 
 import mlx.core as mx
 
 from .build import Kernel, backend
-from .kda import no_mask, plain_kda
-from .kda_reference import kda_log_decay, l2norm
-from .short_conv import short_conv
+from .kda import WIDTHS, no_mask, plain_kda
+from .kda_conv import L2_EPS, kda_conv_reference
+from .kda_reference import kda_log_decay
 
 MOST_TOKENS = 8
-WIDTHS = (32, 64, 128)  # of a head, in the kernel
-L2_EPS = 1e-6
 
 Results = tuple[mx.array, mx.array, mx.array]
 
@@ -91,12 +89,9 @@ def kda_decode_reference(
     (B, T, _), H, D = qkv.shape, A_log.size, o_norm.size
     if mask is not None:
         a, b, g = (mx.where(mask[..., None], x, 0) for x in (a, b, g))
-    x, conv_state = short_conv(qkv, conv_weight, conv_state, mask)
-    x = x.reshape(B, T, 3, H, D)
+    q, k, v, conv_state = kda_conv_reference(qkv, conv_weight, conv_state, H, mask)
     output, state = plain_kda(
-        l2norm(x[:, :, 0], L2_EPS) * D**-0.5,
-        l2norm(x[:, :, 1], L2_EPS),
-        x[:, :, 2],
+        *(q, k, v),
         kda_log_decay(a.reshape(B, T, H, D), A_log, dt_bias.reshape(H, D), lower_bound),
         mx.sigmoid(b.astype(mx.float32)),
         state,

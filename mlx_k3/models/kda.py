@@ -5,8 +5,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..config import K3Config
-from ..kernels import kda, kda_log_decay, l2norm, short_conv, sigmoid
-from ..kernels.build import backend
+from ..kernels import backend, kda, kda_log_decay, sigmoid
+from ..kernels.kda_conv import kda_conv
 from ..kernels.kda_decode import MOST_TOKENS, kda_decode
 from .layers import Linear
 
@@ -46,18 +46,14 @@ class KimiDeltaAttention(nn.Module):
         """``[B, T, hidden]`` -> ``[B, T, hidden]``; ``mask [B, T]`` is False at padding."""
         B, T, _ = x.shape
         lengths = None if cache is None else cache.lengths
-        on_gpu = backend() != "reference"
-        if on_gpu and cache is not None and lengths is None and T <= MOST_TOKENS:
+        if cache is not None and lengths is None and T <= MOST_TOKENS and backend() != "reference":
             return self._few_tokens(x, mask, cache)
         heads = (B, T, self.num_heads, self.head_dim)
         conv_state, state = (None, None) if cache is None else (cache[0], cache[1])
 
-        qkv, conv_state = short_conv(self.qkv_proj(x), self.qkv_conv, conv_state, mask, lengths)
-        qkv = qkv.reshape(B, T, 3, self.num_heads, self.head_dim)
-        qk = l2norm(qkv[:, :, :2])
-        q, k, v = qk[:, :, 0] * self.head_dim**-0.5, qk[:, :, 1], qkv[:, :, 2]
-        if on_gpu:  # in the model's own dtype, as the release computes it
-            q, k, v = (z.astype(x.dtype) for z in (q, k, v))
+        q, k, v, conv_state = kda_conv(
+            self.qkv_proj(x), self.qkv_conv, conv_state, self.num_heads, mask, lengths
+        )
         output, state = self.recurrence(
             *(q, k, v),
             kda_log_decay(

@@ -92,22 +92,22 @@ KERNEL {
   }
   const uint line = mma_row(LANE), column = mma_column(LANE);
   UNROLL
-  for (int half = C / 2; half > 0; half /= 2) {
+  for (int size = C / 2; size > 0; size /= 2) {
     BARRIER();
     float since = 1.0f, until = 1.0f;
     UNROLL
     for (int i = 0; i < C; ++i) {
-      if (i / half % 2 == 0) continue;
-      since = i % half == 0 ? a_[i] : since * a_[i];
-      const int at = (i / (2 * half) * half + i % half) * PITCH;
+      if (i / size % 2 == 0) continue;
+      since = i % size == 0 ? a_[i] : since * a_[i];
+      const int at = (i / (2 * size) * size + i % size) * PITCH;
       right[at + c] = mma_ready<EXACT>(q_[i] * since);
       right[at + C / 2 * PITCH + c] = mma_ready<EXACT>(k_[i] * since);
     }
     UNROLL
     for (int i = C - 1; i >= 0; --i) {
-      if (i / half % 2 == 1) continue;
-      until = i % half == half - 1 ? 1.0f : until * a_[i + 1];
-      left[(i / (2 * half) * half + i % half) * PITCH + c] = mma_ready<EXACT>(k_[i] * until);
+      if (i / size % 2 == 1) continue;
+      until = i % size == size - 1 ? 1.0f : until * a_[i + 1];
+      left[(i / (2 * size) * size + i % size) * PITCH + c] = mma_ready<EXACT>(k_[i] * until);
     }
     BARRIER();
     // Four parts of the work: queries or keys to the right, and half of the keys to the left.
@@ -125,9 +125,9 @@ KERNEL {
       UNROLL
       for (int e = 0; e < 4; ++e) {
         const uint r = line + e / 2 * 8, l = to_left + column + e % 2;
-        if (r / half != l / half) continue;  // of different blocks
-        const uint i = r / half * (2 * half) + half + r % half;
-        const uint j = l / half * (2 * half) + l % half;
+        if (r / size != l / size) continue;  // of different blocks
+        const uint i = r / size * (2 * size) + size + r % size;
+        const uint j = l / size * (2 * size) + l % size;
         if (part < 2) {
           products[mma_at(i, j, C)] = from_float<W>(sums[e]);
         } else {

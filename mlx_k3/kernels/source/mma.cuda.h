@@ -58,10 +58,10 @@ INLINE void shared_store2(float* to, float x, float y) {
 
 INLINE void shared_load_a(LOCAL float* a, const THREADGROUP float* from, uint pitch, uint lane) {
   UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const float2 x = shared_load2(from + (mma_row(lane) + 8 * half) * pitch + mma_column(lane));
-    a[2 * half] = x.x;
-    a[2 * half + 1] = x.y;
+  for (int lower = 0; lower < 2; ++lower) {
+    const float2 x = shared_load2(from + (mma_row(lane) + 8 * lower) * pitch + mma_column(lane));
+    a[2 * lower] = x.x;
+    a[2 * lower + 1] = x.y;
   }
 }
 

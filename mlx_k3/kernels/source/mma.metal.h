@@ -20,15 +20,15 @@ INLINE void mma(LOCAL float* c, const LOCAL float* a, const LOCAL float* b) {
   right.thread_elements()[0] = b[0];
   right.thread_elements()[1] = b[1];
   UNROLL
-  for (int half = 0; half < 4; half += 2) {
+  for (int i = 0; i < 4; i += 2) {
     simdgroup_float8x8 left, sum;
-    left.thread_elements()[0] = a[half];
-    left.thread_elements()[1] = a[half + 1];
-    sum.thread_elements()[0] = c[half];
-    sum.thread_elements()[1] = c[half + 1];
+    left.thread_elements()[0] = a[i];
+    left.thread_elements()[1] = a[i + 1];
+    sum.thread_elements()[0] = c[i];
+    sum.thread_elements()[1] = c[i + 1];
     simdgroup_multiply_accumulate(sum, left, right, sum);
-    c[half] = sum.thread_elements()[0];
-    c[half + 1] = sum.thread_elements()[1];
+    c[i] = sum.thread_elements()[0];
+    c[i + 1] = sum.thread_elements()[1];
   }
 }
 
@@ -53,10 +53,10 @@ INLINE void shared_store2(threadgroup float* to, float x, float y) {
 
 INLINE void shared_load_a(LOCAL float* a, const THREADGROUP float* from, uint pitch, uint lane) {
   UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const float2 x = shared_load2(from + (mma_row(lane) + 8 * half) * pitch + mma_column(lane));
-    a[2 * half] = x.x;
-    a[2 * half + 1] = x.y;
+  for (int lower = 0; lower < 2; ++lower) {
+    const float2 x = shared_load2(from + (mma_row(lane) + 8 * lower) * pitch + mma_column(lane));
+    a[2 * lower] = x.x;
+    a[2 * lower + 1] = x.y;
   }
 }
 
