@@ -28,6 +28,7 @@ class Constraint:
             reason = " ".join(self._matcher.get_error().split())
             raise UnsupportedError(f"this format cannot be enforced: {reason}")
         self._read: int | None = None  # of the tokens, a prompt included
+        self._ended = False
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """``logits`` [B, rows] with what must not follow ``tokens`` at minus infinity.
@@ -38,12 +39,13 @@ class Constraint:
         new = [] if self._read is None else tokens[self._read :].tolist()
         self._read = len(tokens)
         for token in new:
-            if not self._matcher.is_stopped():
+            self._ended = self._matcher.is_stopped()  # then this is the token that ends it
+            if not self._ended:
                 self._matcher.consume_token(token)
         if self._matcher.is_error():
             reason = " ".join(self._matcher.get_error().split())
             raise K3Error(f"the answer's format could not be followed: {reason}")
-        if self._matcher.is_stopped():
+        if self._ended:
             return logits  # mlx-lm computes one token more, which nobody sees
         return mx.where(self._allowed(logits.shape[-1]), logits, -mx.inf)
 

@@ -57,7 +57,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         },
         "$ref": "#/$defs/tree",
     },
-    "odd names": _object(**{'say "so"': NUMBER, "größe\\": NUMBER, "<|close|>": NUMBER, "": NUMBER}),
+    "odd names": _object(
+        **{'say "so"': NUMBER, "größe\\": NUMBER, "<|close|>": NUMBER, "": NUMBER}
+    ),
     "map": {
         "type": "object",
         "properties": {"n": NUMBER},
