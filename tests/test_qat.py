@@ -6,7 +6,8 @@ import pytest
 
 from mlx_k3.checkpoint.mxfp4 import VALUES, decode
 from mlx_k3.errors import UnsupportedError
-from mlx_k3.training.qat import mxfp4_fake_quantize, mxfp4_pack, mxfp8_round
+from mlx_k3.kernels.mxfp8 import mxfp8_round
+from mlx_k3.training.qat import mxfp4_fake_quantize, mxfp4_pack
 
 MODE = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 # In units of a group's scale: every code's value, every tie, and both sides of each.

@@ -19,6 +19,7 @@ import mlx.core as mx
 from ..config import K3Config
 from ..convert.tokenizer import CONTROL_TOKENS, read_ranks, write_tokenizer
 from ..errors import K3Error, UnsupportedError
+from ..kernels.mxfp8 import GROUP
 from . import checkpoints
 from .balancing import expert_load, max_over_mean
 from .config import TrainConfig
@@ -28,7 +29,6 @@ from .initialize import new_model
 from .log import Log
 from .muon import make_optimizer
 from .precision import as_stored
-from .qat import GROUP
 from .schedule import learning_rate
 from .step import State, cross_entropy, initial_state, make_step, place
 

@@ -1,9 +1,9 @@
 // The numbers of MXFP4 codes (E2M1, the low nibble first) in CUDA; mxfp4.metal.h defines the same.
 //
 // A code's sign and its three other bits, moved apart, are the high byte of a half of 2^-14 times
-// its value: both formats count exponents from their lowest up, subnormals too. Four codes are moved
-// at once, in bytes; that leaves 2 logical operations a code, half the rate of products, for 8 bytes
-// to arrive. 10 instructions unpack 8 codes.
+// its value: both formats count exponents from their lowest up, subnormals too. Four codes are
+// moved at once, in bytes; that leaves 2 logical operations a code, half the rate of products, for
+// 8 bytes to arrive. 10 instructions unpack 8 codes.
 
 #define CODE_UNIT 16384.0f
 
@@ -15,8 +15,8 @@ INLINE float2 high_bytes(uint x, uint which) {
 
 // sums += the values of 8 codes times x[8], each of the two over four of them; times 1 / CODE_UNIT.
 INLINE float2 dot8(uint codes, const LOCAL float* x, float2 sums) {
-  // A product by 2^4 + 2^1 copies a nibble to where its sign belongs and to where its other bits do.
-  // It is taken of the complement, which carries into the sign only for a zero.
+  // A product by 2^4 + 2^1 copies a nibble to where its sign belongs and to where its other bits
+  // do. It is taken of the complement, which carries into the sign only for a zero.
   const uint even = ~((~codes & 0x0f0f0f0fu) * 0x12u) & 0x8e8e8e8eu;
   const uint odd = (codes & 0x80808080u) | (codes >> 3 & 0x0e0e0e0eu);
   UNROLL

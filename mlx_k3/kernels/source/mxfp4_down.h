@@ -1,21 +1,20 @@
-// The second half of the chosen experts of a few tokens: y = sum_j weights_j down_j h_j, from packed
-// MXFP4.
+// The second half of the chosen experts of a few tokens: y = sum_j weights_j down_j h_j, from
+// packed MXFP4.
 //
 // h [N K, INNER], indices [N K], weights [N K] float, down [E, OUTER, INNER / 8] and its scales
 // [E, OUTER, INNER / 32]; y [N, OUTER].
 //
-// H: dtype of h. T: of y. OUTER, INNER: the experts' sizes. K: experts a token. ROWS: of a lane. SPAN:
-// lanes that share a row. MXFP8: whether h is rounded to it.
-// A group takes ROWS 32 / SPAN rows for one token, its simd groups an expert each, several in turn if
-// there are more. Their sums meet in shared memory and are added in one order. Groups: N, and as many
-// as OUTER's rows need.
+// H: dtype of h. T: of y. OUTER, INNER: the experts' sizes. K: experts a token. ROWS: of a lane.
+// SPAN: lanes that share a row. MXFP8: whether h is rounded to it. A group takes ROWS 32 / SPAN
+// rows for one token, its simd groups an expert each, several in turn if there are more. Their sums
+// meet in shared memory and are added in one order. Groups: N, and as many as OUTER's rows need.
 //
-// K3 at one token: 16 experts of 3584 rows of 1536 + 96 bytes, 94 MB, 22 us at the 4.3 TB/s of an H200.
-// ROWS = 7 and SPAN = 16 make 14 rows and 256 groups of 8 simd groups, two a processor, whose lanes
-// have 7 x 16 bytes under way each: 57 KB, where 28 are needed. That holds while a thread has at most
-// 128 registers (120 to 128, by nvcc 13.0). A group reads all of h, 98 KB in 16 bits, from the cache
-// beside 366 KB of weights; fewer rows would make that share larger. 3.9 instructions a code: 21 M for
-// 32 lanes, 20 us at 4 a clock and 1.98 GHz.
+// K3 at one token: 16 experts of 3584 rows of 1536 + 96 bytes, 94 MB, 22 us at the 4.3 TB/s of an
+// H200. ROWS = 7 and SPAN = 16 make 14 rows and 256 groups of 8 simd groups, two a processor, whose
+// lanes have 7 x 16 bytes under way each: 57 KB, where 28 are needed. That holds while a thread has
+// at most 128 registers (120 to 128, by nvcc 13.0). A group reads all of h, 98 KB in 16 bits, from
+// the cache beside 366 KB of weights; fewer rows would make that share larger. 3.9 instructions a
+// code: 21 M for 32 lanes, 20 us at 4 a clock and 1.98 GHz.
 
 KERNEL {
   constexpr int SIMDS = GROUP_SIZE / 32, APART = 32 / SPAN, TILE = APART * ROWS;

@@ -3,18 +3,19 @@
 // z [N, OUTER], indices [N K], gate and up [E, INNER, OUTER / 8] and their scales
 // [E, INNER, OUTER / 32]; h [N K, INNER], for each token and each of its experts.
 //
-// T: dtype of z. H: of h. OUTER, INNER: the experts' sizes. K: experts a token. ROWS: of a lane. SPAN:
-// lanes that share a row. MXFP8: whether z is rounded to it. LINEAR: whether there is a LINEAR_BETA;
-// BETA. A simd group takes ROWS 32 / SPAN rows of one expert for one token, first of gate, then of up.
-// Groups: N K, and as many as INNER's rows need. Tokens of the same rows come at about the same time,
-// so what they share of an expert is read once where the cache holds it.
+// T: dtype of z. H: of h. OUTER, INNER: the experts' sizes. K: experts a token. ROWS: of a lane.
+// SPAN: lanes that share a row. MXFP8: whether z is rounded to it. LINEAR: whether there is a
+// LINEAR_BETA; BETA. A simd group takes ROWS 32 / SPAN rows of one expert for one token, first of
+// gate, then of up. Groups: N K, and as many as INNER's rows need. Tokens of the same rows come at
+// about the same time, so what they share of an expert is read once where the cache holds it.
 //
-// K3 at one token: 16 experts of 2 x 3072 rows of 1792 + 112 bytes, 187 MB, 44 us at the 4.3 TB/s of
-// an H200. At that rate, with 0.85 us to memory and back, each of its 132 processors must have 28 KB
-// under way. ROWS = 6 and SPAN = 8 make 24 rows a simd group and, with 8 simd groups, 256 groups: two a
-// processor, all at once, whose 512 lanes have 6 x 16 bytes under way each, 48 KB. That holds while a
-// thread has at most 128 registers (94 to 122, by nvcc 13.0). 3.8 instructions a code, of which 2.9 are
-// products, conversions and unpacking: 42 M for 32 lanes, 40 us at 4 a clock and 1.98 GHz.
+// K3 at one token: 16 experts of 2 x 3072 rows of 1792 + 112 bytes, 187 MB, 44 us at the 4.3 TB/s
+// of an H200. At that rate, with 0.85 us to memory and back, each of its 132 processors must have
+// 28 KB under way. ROWS = 6 and SPAN = 8 make 24 rows a simd group and, with 8 simd groups, 256
+// groups: two a processor, all at once, whose 512 lanes have 6 x 16 bytes under way each, 48 KB.
+// That holds while a thread has at most 128 registers (94 to 122, by nvcc 13.0). 3.8 instructions a
+// code, of which 2.9 are products, conversions and unpacking: 42 M for 32 lanes, 40 us at 4 a clock
+// and 1.98 GHz.
 
 KERNEL {
   constexpr int SIMDS = GROUP_SIZE / 32, APART = 32 / SPAN;

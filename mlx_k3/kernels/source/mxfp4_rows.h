@@ -18,16 +18,17 @@ INLINE void round_to_mxfp8(LOCAL float* x) {
   UNROLL
   for (int i = 0; i < 32; ++i) {
     const float y = min(max(x[i] * down, -448.0f), 448.0f);
-    // Added to 1.5 2^20 times its own power of two, a number keeps four bits; at least 2^-9 remains.
+    // Added to 1.5 2^20 times its own power of two, a number keeps four bits; at least 2^-9
+    // remains.
     const uint exponent = max(float_to_bits(y) >> 23 & 255u, 121u);
     const float rounder = bits_to_float((exponent + 20u) << 23 | 0x00400000u);
     x[i] = ((y + rounder) - rounder) * back;
   }
 }
 
-// sums[r] = the lane's share of row `first + r 32 / SPAN` of a matrix [HEIGHT, WIDTH] times x [WIDTH];
-// rows from HEIGHT on are as the last one. `codes` and `scales` are the matrix, `part` is LANE % SPAN.
-// A scale of 2^-127, the least, counts as zero.
+// sums[r] = the lane's share of row `first + r 32 / SPAN` of a matrix [HEIGHT, WIDTH] times x
+// [WIDTH]; rows from HEIGHT on are as the last one. `codes` and `scales` are the matrix, `part` is
+// LANE % SPAN. A scale of 2^-127, the least, counts as zero.
 //
 // The next step's codes are asked for as soon as the present ones are in use, so that a lane always
 // has ROWS loads of 16 bytes under way.
