@@ -145,13 +145,16 @@ class PromptCache:
         if not ids:
             raise ValueError("a state of no tokens")
         nbytes = total_bytes(state) + len(ids) * bytes_per_token(cache)
-        trees = [tier.tree for tier in self._tiers if tier.tree.fits(nbytes)]
+        tiers = [tier for tier in self._tiers if tier.tree.fits(nbytes)]
         known = {place: arrays for other in before for place, arrays in other.nodes.items()}
         nodes: dict[Place, Arrays | None] = {}
         for place in path(self._root, ids, len(ids)):
             nodes[place] = known.get(place)
-            if nodes[place] is None and not all(place.key in tree for tree in trees):
-                nodes[place] = _content(place, cache, state)
+            for tier in tiers:
+                if place.key in tier.tree:
+                    tier.use(place)  # A file may turn out to be gone.
+                if place.key not in tier.tree and nodes[place] is None:
+                    nodes[place] = _content(place, cache, state)
         return Collected(nbytes, nodes)
 
     def keep(self, collected: Collected) -> None:
@@ -160,8 +163,6 @@ class PromptCache:
             if not tier.tree.fits(collected.nbytes):
                 continue
             for place, arrays in collected.nodes.items():
-                if place.key in tier.tree:
-                    tier.use(place)  # A file may turn out to be gone.
                 if place.key not in tier.tree and arrays is not None:
                     tier.write(place, arrays)
 
