@@ -64,9 +64,9 @@ class Server:
         key = self.key or "none"
         return openai.OpenAI(base_url=self.base_url, api_key=key, max_retries=0, **options)
 
-    def get(self, path: str, **headers: str) -> httpx2.Response:
+    def get(self, path: str, **headers: Any) -> httpx2.Response:
         """A plain request with the key."""
-        headers = {"Authorization": f"Bearer {self.key}", **headers}
+        headers = {"Authorization": f"Bearer {self.key}"} | headers
         return httpx2.get(self.base_url.removesuffix("/v1") + path, headers=headers, timeout=60)
 
     def figure(self, name: str) -> float:
