@@ -28,7 +28,7 @@ INLINE float log1p_(float e) {
   return u == 1.0f ? e : log_(u) * (e / (u - 1.0f));
 }
 
-INLINE float softplus_(float x) { return max(x, 0.0f) + log1p_(exp_(-fabs(x))); }
+INLINE float softplus_(float x) { return max(x, 0.0f) + log1p_(exp_(min(x, -x))); }
 
 // The sum over the 8 lanes that share a row, in each of them.
 INLINE float row_sum(float x) {

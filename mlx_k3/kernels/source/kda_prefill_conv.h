@@ -1,7 +1,7 @@
 // Short convolution and SiLU of queries, keys and values, then the L2 norm of queries and keys, for
 // a prefill: read once, written once.
 //
-// A group works for 32 tokens of one head with 3 D threads, three rows of one channel each, 8 tokens
+// A group works for 32 tokens of one head with 3 D threads, three rows of a channel each, 8 tokens
 // at a time. A thread carries the last TAPS - 1 inputs along.
 //
 // qkv [B, TOKENS, 3 HEADS D], conv_in [B, TAPS - 1, 3 HEADS D], conv_weight [3 HEADS D, TAPS],

@@ -14,16 +14,23 @@
 // D: 32, 64 or 128. HEADS. EXACT: products in float32's precision. Groups: D / 32, HEADS, B, of
 // 128 threads, or 64 for D = 32.
 
-// c [16, 32] += a [16, K] b [K, 32], a in the order of mma_at, b in rows that lie PITCH apart.
-template <bool EXACT, int K, int PITCH, typename W>
-INLINE void multiply_add(LOCAL float* c, CONST_DEVICE W* a, const THREADGROUP float* b, uint lane) {
+// A lane's share of a [16, K], which lies in the order of mma_at.
+template <int K, typename W>
+INLINE void load_left(LOCAL float* x, CONST_DEVICE W* a, uint lane) {
+  UNROLL
+  for (int k = 0; k < K; k += 16) load<8>(x + k / 2, a + k * 16 + mma_own(lane));
+}
+
+// c [16, 32] += a [16, K] b [K, 32], a from load_left, b in rows that lie PITCH apart.
+template <bool EXACT, int K, int PITCH>
+INLINE void multiply_add(LOCAL float* c, const LOCAL float* x, const THREADGROUP float* b,
+                         uint lane) {
   UNROLL
   for (int k = 0; k < K; k += 16) {
-    float x[8];
-    load<8>(x, a + k * 16 + mma_own(lane));
     UNROLL
     for (int s = 0; s < 4; s += 2) {
-      const float own[4] = {x[s], x[s + 1], x[s + 4], x[s + 5]};
+      const int at = k / 2 + s;
+      const float own[4] = {x[at], x[at + 1], x[at + 4], x[at + 5]};
       UNROLL
       for (int j = 0; j < 4; ++j) {
         float y[2];
@@ -61,7 +68,15 @@ KERNEL {
   }
 
   for (uint n = 0; n < chunks; ++n) {
+    // What comes from device memory is asked for before each barrier, to arrive during it.
     const size_t chunk = of_head * chunks + n;
+    float rows[PARTS][D / 2], sums[PARTS][16];
+    UNROLL
+    for (int p = 0; p < PARTS; ++p) {
+      const uint part = SIMD_GROUP + p * SIMDS;
+      CONST_DEVICE W* from = (part < 2 ? w_k : q_start) + chunk * (C * D) + part % 2 * (16 * D);
+      load_left<D>(rows[p], from, LANE);
+    }
     UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
       UNROLL
@@ -73,15 +88,27 @@ KERNEL {
     }
     BARRIER();
 
-    float sums[PARTS][16];
+    UNROLL
+    for (int p = 0; p < PARTS; ++p) {
+      UNROLL
+      for (int i = 0; i < 16; ++i) sums[p][i] = 0.0f;
+      multiply_add<EXACT, D, PITCH>(sums[p], rows[p], S, LANE);
+    }
+    float products[C / 2], keys[BLOCKS][C / 2], factors[BLOCKS][2];
+    UNROLL
+    for (int m = 0; m < BLOCKS; ++m) {
+      load_left<C>(keys[m], k_end + chunk * (C * D) + (block_row + m) * (16 * C), LANE);
+      const uint key = (block_row + m) * 16 + line;
+      factors[m][0] = decay[chunk * D + key];
+      factors[m][1] = decay[chunk * D + key + 8];
+    }
     UNROLL
     for (int p = 0; p < PARTS; ++p) {
       const uint part = SIMD_GROUP + p * SIMDS;
-      UNROLL
-      for (int i = 0; i < 16; ++i) sums[p][i] = 0.0f;
-      CONST_DEVICE W* rows = (part < 2 ? w_k : q_start) + chunk * (C * D) + part % 2 * (16 * D);
-      multiply_add<EXACT, D, PITCH>(sums[p], rows, S, LANE);
-      if (part >= 2) continue;
+      if (part >= 2) {
+        load_left<C>(products, qk + chunk * (C * C) + part % 2 * (16 * C), LANE);
+        continue;
+      }
       UNROLL
       for (int i = 0; i < 16; i += 2) {
         const uint token = part * 16 + line + i / 2 % 2 * 8;
@@ -96,7 +123,7 @@ KERNEL {
     for (int p = 0; p < PARTS; ++p) {
       const uint part = SIMD_GROUP + p * SIMDS;
       if (part < 2) continue;
-      multiply_add<EXACT, C, PITCH>(sums[p], qk + chunk * (C * C) + part % 2 * (16 * C), u, LANE);
+      multiply_add<EXACT, C, PITCH>(sums[p], products, u, LANE);
       UNROLL
       for (int i = 0; i < 16; i += 2) {
         const uint token = n * C + part % 2 * 16 + line + i / 2 % 2 * 8;
@@ -107,12 +134,9 @@ KERNEL {
     }
     UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
-      const uint key = (block_row + m) * 16 + line;
-      const float factors[2] = {decay[chunk * D + key], decay[chunk * D + key + 8]};
       UNROLL
-      for (int i = 0; i < 16; ++i) state[m][i] *= factors[i / 2 % 2];
-      CONST_DEVICE W* keys = k_end + chunk * (C * D) + (block_row + m) * (16 * C);
-      multiply_add<EXACT, C, PITCH>(state[m], keys, u, LANE);
+      for (int i = 0; i < 16; ++i) state[m][i] *= factors[m][i / 2 % 2];
+      multiply_add<EXACT, C, PITCH>(state[m], keys[m], u, LANE);
     }
   }
 
