@@ -94,8 +94,7 @@ class OffloadedBank:
         slots = store.wait(keys)
         place = np.zeros(pairs.experts[-1] + 1, np.uint32)
         place[pairs.experts] = slots
-        y = self._slots.together(z, mx.array(place[ids]))
-        y = weighted_sum(y, weights).astype(z.dtype)
+        y = self._slots.summed(z, mx.array(place[ids]), weights)
         store.release_after(slots, y)
         return y
 

@@ -14,10 +14,14 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from mlx_lm.utils import infer_quant_config
 
 from ..config import K3Config
+from ..errors import UnsupportedError
 from ..kernels import quantized_matmul
+from ..kernels.experts import Packed, mxfp4_experts, mxfp4_experts_pay
+from ..kernels.mxfp8 import mxfp8_round
 from ..kernels.quantized import Workbench, expand, expanding_pays
 from .layers import gated_activation
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 GROUP_FROM = 64  # token-expert pairs from which a CPU works expert by expert
 PAIRS_AT_ONCE = 1 << 14  # pairs whose outputs exist at the same time when it does
 
@@ -28,6 +32,21 @@ class Pairs(NamedTuple):
     order: np.ndarray  # [P], positions in the flattened indices
     experts: list[int]  # ascending, each once
     starts: list[int]  # where each expert's pairs begin, and P at the end
+
+
+class _Activation:
+    """What stands between an expert's products."""
+
+    def __init__(self, config: K3Config):
+        self.config = config
+        self.mxfp8 = False
+
+    def __call__(self, up: mx.array, gate: mx.array, use_host: bool | None = None) -> mx.array:
+        return self.rounded(gated_activation(self.config, gate, up, use_host=use_host))
+
+    def rounded(self, x: mx.array) -> mx.array:
+        """What a product reads for ``x``."""
+        return mxfp8_round(x) if self.mxfp8 else x
 
 
 class Experts(SwitchGLU):
@@ -41,7 +60,7 @@ class Experts(SwitchGLU):
             config.expert_dim,
             config.moe_intermediate_size,
             num_experts,
-            activation=lambda up, gate: gated_activation(config, gate, up),
+            activation=_Activation(config),
         )
         self._config = config
         self._expanded: dict[str, mx.array] = {}
@@ -66,9 +85,22 @@ class Experts(SwitchGLU):
 
     def keep_expanded(self) -> None:
         """Keep the experts in float32 beside the packed ones, for prefill on a CPU."""
-        for name in ("gate_proj", "up_proj", "down_proj"):
+        for name in PROJECTIONS:
             if isinstance(self[name], QuantizedSwitchLinear):
                 self._expanded[name] = expand(*_packed(self[name]), mx.float32, **_how(self[name]))
+
+    def round_inputs(self) -> None:
+        """From now on, round what the products read to MXFP8, as in K3's training.
+
+        Raises:
+            UnsupportedError: the experts are not in MXFP4.
+        """
+        if not self._in_mxfp4:
+            raise UnsupportedError(
+                "activations in mxfp8 go with experts in MXFP4, and this model's are not; "
+                "leave them out"
+            )
+        self.activation.mxfp8 = True
 
     def works_by_expert(self, pairs: int) -> bool:
         """Whether so many pairs run expert by expert.
@@ -78,9 +110,24 @@ class Experts(SwitchGLU):
         """
         return mx.default_device() == mx.cpu and pairs >= GROUP_FROM and not self.training
 
+    def summed(self, z: mx.array, indices: mx.array, weights: mx.array) -> mx.array:
+        """``sum_j weights_j expert_j(z)`` for ``z [..., D]`` and ``[..., k]``; in ``z``'s dtype.
+
+        For pairs that do not run expert by expert. A few tokens take kernels on a GPU.
+        """
+        if self._has_kernels and mxfp4_experts_pay(z.size // z.shape[-1]):
+            return mxfp4_experts(
+                *(z, indices, weights),
+                *(Packed(self[name].weight, self[name].scales) for name in PROJECTIONS),
+                beta=self._config.activation_situ_beta,
+                linear_beta=self._config.activation_situ_linear_beta,
+                mxfp8=self.activation.mxfp8,
+            )
+        return weighted_sum(self.together(z, indices), weights).astype(z.dtype)
+
     def together(self, z: mx.array, indices: mx.array) -> mx.array:
         """Every pair of ``z [..., D]`` and ``indices [..., k]`` in one product; ``[..., k, D]``."""
-        return SwitchGLU.__call__(self, z, indices)
+        return SwitchGLU.__call__(self, self.activation.rounded(z), indices)
 
     def select(self, x: mx.array, ids: mx.array) -> mx.array:
         """Rows ``x [P, D]``, each through the expert in ``ids [P]``; ``[P, D]``."""
@@ -88,7 +135,7 @@ class Experts(SwitchGLU):
 
     def run(self, x: mx.array, ids: Sequence[int], starts: Sequence[int]) -> mx.array:
         """Rows ``x [P, D]`` in runs, run ``i`` from ``starts[i]`` through expert ``ids[i]``."""
-        bench = self._workbench(x.dtype)
+        x, bench = self.activation.rounded(x), self._workbench(x.dtype)
 
         def project(name: str, x: mx.array) -> mx.array:
             runs = zip(ids, starts, starts[1:], strict=False)
@@ -97,10 +144,22 @@ class Experts(SwitchGLU):
 
         gate, up = project("gate_proj", x), project("up_proj", x)
         # By numpy however few the rows are: what runs with an expert must not show in its numbers.
-        y = project("down_proj", gated_activation(self._config, gate, up, use_host=True))
+        y = project("down_proj", self.activation(up, gate, use_host=True))
         if bench is not None:
             bench.finish()
         return y
+
+    @property
+    def _in_mxfp4(self) -> bool:
+        return all(
+            isinstance(self[name], QuantizedSwitchLinear) and self[name].mode == "mxfp4"
+            for name in PROJECTIONS
+        )
+
+    @property
+    def _has_kernels(self) -> bool:
+        # They have no gradient.
+        return self._config.hidden_act == "situ" and self._in_mxfp4 and not self.training
 
     def _workbench(self, dtype: mx.Dtype) -> Workbench | None:
         linear = self.gate_proj
@@ -164,7 +223,7 @@ class ResidentBank(Experts):
             ``[..., D]`` in ``z``'s dtype.
         """
         if not self.works_by_expert(indices.size):
-            return weighted_sum(self.together(z, indices), weights).astype(z.dtype)
+            return self.summed(z, indices, weights)
         pairs = sort_pairs(np.array(indices))
         rows, flat = z.reshape(-1, z.shape[-1]), weights.reshape(-1)
         total = mx.zeros(rows.shape, mx.float32)
