@@ -50,6 +50,7 @@ def load(
     policy: str = "lru",
     prefetch: bool = True,
     levers: Levers | None = None,
+    activations: str | None = None,
 ) -> "tuple[Model, TokenizerWrapper | None]":
     """Open a folder that ``mlx-k3 convert`` wrote, or a build in mlx-lm's form.
 
@@ -63,6 +64,8 @@ def load(
         policy: which expert leaves a full pool: ``"lru"`` or ``"lfu"``.
         prefetch: read what the next layer will probably choose ahead of time.
         levers: what may be left out to read less; by default nothing, and results are exact.
+        activations: ``"mxfp8"`` rounds what the experts' products read to MXFP8, as in K3's
+            training; by default nothing is rounded.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` recasts every floating-point weight;
             packed weights stay packed. By default weights stay as stored, except that a CPU
             computes in float32: it has no bfloat16 arithmetic, and emulating it is many times
@@ -75,8 +78,8 @@ def load(
     Raises:
         CheckpointError: a file is missing, damaged, of another length than its header says, or
             the tensors are not this model's.
-        UnsupportedError: the model is of another family, or a trace or levers were asked for and
-            no expert is read on demand.
+        UnsupportedError: the model is of another family, a trace or levers were asked for and no
+            expert is read on demand, or ``activations`` and the experts are not in MXFP4.
         BudgetError: the memory does not suffice; the message holds the arithmetic.
     """
     folder = Path(path)
@@ -94,6 +97,7 @@ def load(
         policy=policy,
         prefetch=prefetch,
         levers=levers,
+        activations=activations,
     )
     model.plan, model.prompt_tokens = plan, plan.prompt_tokens
     if plan.expanded_bytes:
@@ -130,6 +134,7 @@ def assemble(
     policy: str = "lru",
     prefetch: bool = True,
     levers: Levers | None = None,
+    activations: str | None = None,
 ) -> Model:
     """The model in ``folder``, with its experts in ``slots`` places, or in memory if None.
 
@@ -150,6 +155,9 @@ def assemble(
 
     weights = model.sanitize(weights)
     _quantize(model, weights, read_json(local, "config.json"))
+    model.activations = activations
+    if activations is not None:
+        _round_inputs(model, activations)
     _check_parameters(model, weights, str(folder))
     _recast(weights, dtype)
     model.load_weights(list(weights.items()), strict=False)
@@ -187,6 +195,17 @@ def _offload(
     layers = [(layer, model.layers[layer].mlp) for layer in config.moe_layers]
     offload.place(layers, prefetch=prefetch)
     return offload
+
+
+def _round_inputs(model: Model, activations: str) -> None:
+    """Have the experts round what they read."""
+    if activations != "mxfp8":
+        raise UnsupportedError(f"activations {activations!r}; there is mxfp8")
+    if model.offload is not None:
+        model.offload.round_inputs()
+        return
+    for layer in model.config.moe_layers:
+        model.layers[layer].mlp.switch_mlp.round_inputs()
 
 
 def _read_experts(experts: ExpertExtents) -> Iterator[tuple[str, mx.array]]:

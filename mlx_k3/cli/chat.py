@@ -51,6 +51,7 @@ def chat(
     active_experts: loading.ActiveExpertsOption = None,
     drop_missed: loading.DropMissedOption = None,
     trace: loading.TraceOption = None,
+    activations: loading.ActivationsOption = None,
 ) -> None:
     """Talk with a model.
 
@@ -76,7 +77,9 @@ def chat(
         if system is not None or no_thinking:
             option = "--no-thinking" if no_thinking else "--system"
             raise K3Error(f"{option}: the session {resume!r} has its own; leave it out")
-    how = loading.Loading(memory, context, policy, no_prefetch, active_experts, drop_missed, trace)
+    how = loading.Loading(
+        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations
+    )
     folder = loading.model_folder(model)
     K3Config.from_file(folder)
     recommended = recommended_sampling(folder)

@@ -55,6 +55,7 @@ def evaluate(
     active_experts: loading.ActiveExpertsOption = None,
     drop_missed: loading.DropMissedOption = None,
     trace: loading.TraceOption = None,
+    activations: loading.ActivationsOption = None,
 ) -> None:
     """Measure a model on tasks with known answers, and on texts.
 
@@ -73,7 +74,9 @@ def evaluate(
     """
     from ..evaluation.accuracy import known_families
 
-    how = loading.Loading(memory, context, policy, no_prefetch, active_experts, drop_missed, trace)
+    how = loading.Loading(
+        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations
+    )
     families = known_families(task or []) if task or not text else []
     texts = {str(path): _read(path) for path in text or []}
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed

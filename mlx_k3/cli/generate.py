@@ -50,6 +50,7 @@ def generate(
     active_experts: loading.ActiveExpertsOption = None,
     drop_missed: loading.DropMissedOption = None,
     trace: loading.TraceOption = None,
+    activations: loading.ActivationsOption = None,
 ) -> None:
     """Answer a prompt.
 
@@ -71,7 +72,9 @@ def generate(
         mlx-k3 generate ~/kimi-k3-mlx --memory 96GB --context 32k --prompt - < report.txt
     """
     given = _read_prompt(prompt, ids, system, no_thinking, raw)
-    how = loading.Loading(memory, context, policy, no_prefetch, active_experts, drop_missed, trace)
+    how = loading.Loading(
+        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations
+    )
     folder = loading.model_folder(model)
     config = K3Config.from_file(folder)
     if isinstance(given, list):

@@ -90,6 +90,15 @@ TraceOption = Annotated[
     ),
 ]
 
+ActivationsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="mxfp8 rounds what the experts read to MXFP8, as in K3's training: answers change a "
+        "little. Default: nothing is rounded.",
+        metavar="mxfp8",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class Loading:
@@ -106,6 +115,7 @@ class Loading:
     active_experts: int | None = None
     drop_missed: float | None = None
     trace: Path | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         from ..experts.policy import POLICIES
@@ -116,6 +126,8 @@ class Loading:
             parse_tokens(self.context)
         if self.policy is not None and self.policy not in POLICIES:
             raise K3Error(f"--policy {self.policy}: there are {' and '.join(POLICIES)}")
+        if self.activations not in (None, "mxfp8"):
+            raise K3Error(f"--activations {self.activations}: there is mxfp8")
         self.levers()
 
     def levers(self) -> "Levers | None":
@@ -189,8 +201,11 @@ def open_model(
             policy=loading.policy or "lru",
             prefetch=not loading.no_prefetch,
             levers=loading.levers(),
+            activations=loading.activations,
             **context,
         )
+        if loading.activations is not None:
+            note("the experts read their inputs in MXFP8, as in K3's training")
         model.kept_bytes = kept_bytes
         if model.offload is None:
             yield model, tokenizer

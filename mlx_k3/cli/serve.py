@@ -83,6 +83,7 @@ def serve(
     active_experts: loading.ActiveExpertsOption = None,
     drop_missed: loading.DropMissedOption = None,
     trace: loading.TraceOption = None,
+    activations: loading.ActivationsOption = None,
 ) -> None:
     """Answer requests over HTTP, as OpenAI's API does.
 
@@ -100,7 +101,9 @@ def serve(
 
         MLX_K3_API_KEY=secret mlx-k3 serve ~/kimi-k3-mlx --host 0.0.0.0
     """
-    how = loading.Loading(memory, context, policy, no_prefetch, active_experts, drop_missed, trace)
+    how = loading.Loading(
+        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations
+    )
     max_body_bytes = parse_bytes(max_body)
     if api_key == "":
         raise K3Error("--api-key is empty")

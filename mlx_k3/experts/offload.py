@@ -60,6 +60,10 @@ class Offload:
             if prefetch and next_moe is not None:
                 moe.look_ahead = next_moe.guess
 
+    def round_inputs(self) -> None:
+        """See :meth:`mlx_k3.models.bank.Experts.round_inputs`."""
+        self._arithmetic.round_inputs()
+
     @property
     def slots(self) -> int:
         """How many experts fit at a time."""
