@@ -56,12 +56,14 @@ def test_situ_at_the_ends() -> None:
         assert situ(ends[:1], mx.ones((1,)), 4.0, 25.0).item() == 0
 
 
-# M, D: a width of K3, odd ones, ones with a ragged last vector.
-RESIDUALS = [(1, 48), (3, 8), (9, 7168), (16, 132), (31, 33), (5, 4100)]
+# dtype, M, D: a width of K3, odd ones, ones with a ragged last vector.
+RESIDUALS = [
+    *((mx.float32, M, D) for M, D in ((1, 48), (3, 8), (9, 7168), (16, 132), (31, 33), (5, 4100))),
+    *((dtype, M, D) for dtype in DTYPES[1:] for M, D in ((9, 7168), (31, 33))),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("M, D", RESIDUALS)
+@pytest.mark.parametrize("dtype, M, D", RESIDUALS)
 def test_attention_residual(dtype, M, D) -> None:
     mx.random.seed(0)
     candidates = (3 * mx.random.normal((2, 1, M, D))).astype(dtype)
@@ -69,8 +71,7 @@ def test_attention_residual(dtype, M, D) -> None:
     assert_equal(attention_residual, candidates, weight, 1e-5, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("M, D", RESIDUALS)
+@pytest.mark.parametrize("dtype, M, D", RESIDUALS)
 def test_residual_step(dtype, M, D) -> None:
     mx.random.seed(0)
     blocks = (3 * mx.random.normal((2, M, D))).astype(dtype)
