@@ -33,9 +33,10 @@ def model_identity(folder: str | Path, model: Any) -> str:
         "config": read_json(local, "config.json"),
         "index": read_json(local, INDEX) if INDEX in files else None,
         "files": _files(folder, files),
-        "dtypes": sorted({str(x.dtype) for _, x in tree_flatten(model.parameters())}),
+        "dtypes": _dtypes(model),
         "cache": layout(model.make_cache()),
         "levers": _levers(model),
+        "activations": getattr(model, "activations", None),
         "device": str(mx.default_device().type),
     }
     text = json.dumps(facts, sort_keys=True)
@@ -51,7 +52,15 @@ def _files(folder: Path, files: dict[str, int]) -> Any:
     return [[name, files[name], (folder / name).stat().st_mtime_ns] for name in weights]
 
 
+def _dtypes(model: Any) -> list[str]:
+    """Of all but the experts, which are the same numbers wherever they are."""
+    parameters = tree_flatten(model.parameters())
+    return sorted({str(x.dtype) for name, x in parameters if ".switch_mlp." not in name})
+
+
 def _levers(model: Any) -> Any:
     """What is left out of the arithmetic on purpose."""
     offload = getattr(model, "offload", None)
-    return None if offload is None else [offload.levers.active_experts, offload.levers.drop_missed]
+    if offload is None or not offload.levers.on:
+        return None
+    return [offload.levers.active_experts, offload.levers.drop_missed]

@@ -178,6 +178,7 @@ def stream_generate(
     tools: list[dict[str, Any]] | None = None,
     tool_choice: dict[str, Any] | str | None = None,
     response_format: dict[str, Any] | str | None = None,
+    prompts: PromptCache | None = None,
     **options: Any,
 ) -> Iterator[Chunk]:
     """Answer ``prompt``, a chunk per token.
@@ -187,8 +188,8 @@ def stream_generate(
     :class:`IdsOnly` with the ids that end an answer) takes ids only.
 
     ``response_format`` (``"json_object"``, or OpenAI's ``json_schema``) and ``tool_choice``
-    (``"required"``, ``"none"`` or a tool) are said to the model, and enforced. ``options`` go to
-    mlx-lm's ``generate_step`` (``sampler``, ``prompt_cache``, ...).
+    (``"required"``, ``"none"`` or a tool) are said to the model, and enforced. What ``prompts`` has
+    of the prompt is not read again. ``options`` go to mlx-lm's ``generate_step`` (``sampler``, ...).
 
     Raises:
         K3Error: a prompt or option that does not fit the model.
@@ -221,7 +222,7 @@ def stream_generate(
         parser = PlainParser(tokenizer)
     if seed is not None:
         mx.random.seed(seed)
-    return run(model, tokenizer, ids, parser, sampling)
+    return run(model, tokenizer, ids, parser, sampling, prompts=prompts)
 
 
 def generate(

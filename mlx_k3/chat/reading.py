@@ -110,7 +110,11 @@ class Reading:
 
         def progress(done: int, total: int) -> None:
             self._read(done, total)
-            callback(done, total)
+            try:
+                callback(done, total)
+            except BaseException:  # Someone does not want to wait any longer.
+                self._collect_now(done, total)
+                raise
 
         return {**options, "prompt_progress_callback": progress}
 
@@ -138,7 +142,7 @@ class Reading:
         """``done`` of ``total`` new tokens are in the cache."""
         if done == total:
             return  # The answer has begun, and the cache is a token ahead.
-        position, stop = self._start + done, None
+        position, stop = self._start + done, 0
         while self._stops and self._stops[0] <= position:
             stop = self._stops.pop(0)
             self._collect(stop, [_at(c, stop) for c in self._cache])
@@ -149,9 +153,15 @@ class Reading:
             return
         passing = None
         if stop != position and time.monotonic() - self._kept_at > KEEP_SECONDS:
-            passing = self._collect(position, [_now(c) for c in self._cache])
+            passing = self._collect_now(done, total)
         self._keep()
         self._passing = passing or self._passing
+
+    def _collect_now(self, done: int, total: int) -> str | None:
+        """Where the text has been read to; nothing where it had been before, or if it is over."""
+        if not 0 < done < total:
+            return None
+        return self._collect(self._start + done, [_now(c) for c in self._cache])
 
     def _collect(self, end: int, cache: list[Any]) -> str:
         assert self._prompts is not None

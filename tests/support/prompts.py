@@ -40,10 +40,11 @@ def answer(
     tokens: int = 4,
     stop_ids: Sequence[int] = (),
     after: int | None = None,
+    tokenizer: Any = None,
     **options: Any,
 ) -> tuple[Reply | None, list[int]]:
     """The reply to ``ids`` and its ids; closed ``after`` so many tokens, there is no reply."""
-    tokenizer = IdsOnly(stop_ids)
+    tokenizer = tokenizer or IdsOnly(stop_ids)
     sampling = Sampling(tokens, options=options)
     reply, generated = None, []
     chunks = run(model, tokenizer, ids, PlainParser(tokenizer), sampling, prompts=prompts)
