@@ -19,6 +19,7 @@ import mlx.core as mx
 from ..config import K3Config
 from ..convert.tokenizer import CONTROL_TOKENS, read_ranks, write_tokenizer
 from ..errors import K3Error, UnsupportedError
+from ..kernels import using
 from ..kernels.mxfp8 import GROUP
 from . import checkpoints
 from .balancing import expert_load, max_over_mean
@@ -75,6 +76,8 @@ class Trainer:
             stream = stack.enter_context(
                 self._stream(folder, config.seed, start=saved.position, workers=config.workers)
             )
+            # Gradients are those of the plain operations, so that is what a step runs on.
+            stack.enter_context(using("reference"))
             state = self._train(saved, stream, held_out, log)
         return self._export(state)
 
