@@ -189,7 +189,7 @@ def stream_generate(
 
     ``response_format`` (``"json_object"``, or OpenAI's ``json_schema``) and ``tool_choice``
     (``"required"``, ``"none"`` or a tool) are said to the model, and enforced. What ``prompts`` has
-    of the prompt is not read again. ``options`` go to mlx-lm's ``generate_step`` (``sampler``, ...).
+    of the prompt is not read again. ``options`` go to mlx-lm's ``generate_step`` (as ``sampler``).
 
     Raises:
         K3Error: a prompt or option that does not fit the model.
