@@ -1,8 +1,8 @@
 // The router's choice for one token: the TOP_K of E experts whose sigmoid score plus bias is
 // highest, of equal ones those with the lower number, best first; and the scores' shares.
 //
-// logits [N, E], bias [E]; indices, weights [N, TOP_K]. TOP_K at most 32. NORMALISE: whether weights
-// are divided by their sum (plus 1e-20). SCALE: factor on them.
+// logits [N, E], bias [E]; indices, weights [N, TOP_K]. TOP_K at most 32. NORMALISE: whether the
+// weights are divided by their sum (plus 1e-20). SCALE: factor on them.
 // A simd group takes a token, a lane every 32nd expert; groups take GROUP_SIZE / 32 tokens.
 
 // Whole numbers in the order of the floats; all but a negative NaN's are greater than 0.
@@ -23,7 +23,8 @@ KERNEL {
       const uint expert = j * 32 + LANE;
       choice[j] = 0;
       if (expert < E) {
-        choice[j] = in_order(sigmoid_(to_float(logits[token * E + expert])) + to_float(bias[expert]));
+        const float score = sigmoid_(to_float(logits[token * E + expert]));
+        choice[j] = in_order(score + to_float(bias[expert]));
       }
     }
     uint mine = 0;  // lane j keeps the j-th choice

@@ -160,42 +160,42 @@ def _machine() -> ctypes.PyDLL:
 @cache
 def _runtime() -> Path:
     sources = [HOST / name for name in ("machine.cpp", "memory.cpp", "hooks.cpp")]
-    text = "".join(path.read_text() for path in sorted(HOST.iterdir()))
-    return _built(text, lambda out: [COMPILER, "-O2", "-shared", "-fPIC", *sources, "-o", out])
+    return _built("the machine", ["-O2", "-shared", "-fPIC", *sources], ".so")
 
 
 @cache
 def _kernel(text: MetalText) -> ctypes.CDLL:
     source = f'#include "metal_execute.h"\n{_executable(text.text)}\n{_entry(text)}'
-    headers = (HOST / "metal_execute.h").read_text() + (HOST / "runtime.h").read_text()
-    compile_ = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", *SANITIZE]
-    compile_ += ["-I", HOST, "-x", "c++", "-c", "-"]
+    compile_ = ["-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", *SANITIZE, "-I", HOST]
+    compiled = _built(text.kernel, [*compile_, "-x", "c++", "-c", "-"], ".o", source)
     wrap = [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
-
-    def objects(out: Path) -> list:
-        return [*compile_, "-o", out]
-
-    compiled = _built(headers + source, objects, source, ".o")
     runtime = _runtime()
-    link = [COMPILER, "-shared", compiled, runtime, f"-Wl,-rpath,{runtime.parent}", *wrap]
-    return ctypes.CDLL(str(_built(f"{compiled} {runtime}", lambda out: [*link, "-o", out, "-lm"])))
+    link = ["-shared", compiled, runtime, f"-Wl,-rpath,{runtime.parent}", *wrap, "-lm"]
+    return ctypes.CDLL(str(_built(text.kernel, link, ".so")))
 
 
-def _built(key: str, command, source: str | None = None, suffix: str = ".so") -> Path:
-    """The file that ``command`` makes, kept in the temporary folder under ``key``'s digest."""
+def _built(what: str, command: list[str | Path], suffix: str, source: str = "") -> Path:
+    """The file that the compiler makes of ``source``; a temporary folder keeps what was made."""
     folder = Path(tempfile.gettempdir()) / f"mlx-k3-metal-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    words = [str(word) for word in command(Path("out"))]
-    path = folder / (hashlib.sha256(f"{words}{key}".encode()).hexdigest()[:24] + suffix)
+    words = [str(word) for word in command]
+    digest = hashlib.sha256("\0".join([*words, source, _host_text()]).encode()).hexdigest()
+    path = folder / (digest[:24] + suffix)
     if not path.exists():
         half = path.with_suffix(f".{os.getpid()}")
-        shown = subprocess.run(
-            [str(word) for word in command(half)], input=source, capture_output=True, text=True
-        )
+        made = [COMPILER, *words, "-o", str(half)]
+        shown = subprocess.run(made, input=source, capture_output=True, text=True)
         if shown.returncode:
-            raise KernelFault(f"does not compile:\n{shown.stderr}")
+            raise KernelFault(f"{what}: does not compile:\n{shown.stderr}")
         half.replace(path)
     return path
+
+
+@cache
+def _host_text() -> str:
+    """All that a compiled file depends on besides its own source."""
+    version = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True)
+    return version.stdout + "".join(path.read_text() for path in sorted(HOST.iterdir()))
 
 
 def _executable(text: str) -> str:

@@ -12,7 +12,10 @@ using host::touch;
   extern "C" void __tsan_write##bytes(void* at) { touch(at, bytes, true); }                      \
   extern "C" void __tsan_unaligned_read##bytes(void* at) { touch(at, bytes, false); }            \
   extern "C" void __tsan_unaligned_write##bytes(void* at) { touch(at, bytes, true); }            \
-  extern "C" void __tsan_read_write##bytes(void* at) { touch(at, bytes, false), touch(at, bytes, true); } \
+  extern "C" void __tsan_read_write##bytes(void* at) {                                           \
+    touch(at, bytes, false);                                                                     \
+    touch(at, bytes, true);                                                                      \
+  }                                                                                              \
   extern "C" void __tsan_unaligned_read_write##bytes(void* at) { __tsan_read_write##bytes(at); }
 
 ACCESS(1)

@@ -21,6 +21,9 @@ constexpr uintptr_t STRIDE = uintptr_t(1) << 32;
 constexpr size_t ALIGNMENT = 16;  // of a region: no more than this can be relied on
 constexpr size_t MOST_SHARED_BYTES = 32 << 10;  // what Apple's GPUs have
 
+constexpr char WROTE[] = "wrote with no barrier between";
+constexpr char READ[] = "read with no barrier between";
+
 constexpr uint16_t NOBODY = 0xFFFF, SEVERAL = 0xFFFE;
 
 struct Item {  // who touched it last, and in which phases
@@ -81,7 +84,7 @@ void read_item(Region& region, Item& item, size_t offset) {
     fail("reads %s, which nobody has written", Cell(region, offset).text);
   }
   if (of_other_group) race(region, offset, "reads", "of another group wrote too", item.writer);
-  if (!now.after_write(item)) race(region, offset, "reads", "wrote with no barrier between", item.writer);
+  if (!now.after_write(item)) race(region, offset, "reads", WROTE, item.writer);
   if (item.reader == NOBODY || item.read_phase != now.phase) {
     item.reader = now.thread;
     item.reader_simd = now.simd;
@@ -102,8 +105,8 @@ void write_item(Region& region, Item& item, size_t offset) {
   if (region.kind == OUTPUT && of_other_group) {
     race(region, offset, "writes", "of another group wrote too", item.writer);
   }
-  if (!now.after_write(item)) race(region, offset, "writes", "wrote with no barrier between", item.writer);
-  if (!now.after_reads(item)) race(region, offset, "writes", "read with no barrier between", item.reader);
+  if (!now.after_write(item)) race(region, offset, "writes", WROTE, item.writer);
+  if (!now.after_reads(item)) race(region, offset, "writes", READ, item.reader);
   item.writer = now.thread;
   item.write_phase = now.phase;
   item.write_simd_phase = now.simd_phase;
