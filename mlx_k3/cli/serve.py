@@ -133,7 +133,7 @@ def serve(
             defaults=Defaults(max_tokens, temp, top_p),
         )
         limits = Limits(api_key, tuple(origin or ()), max_body_bytes)
-        note(f"{service.name} answers at {url_of(listener)}")
-        interrupted = answer(service, limits, listener)
+        ready = f"{service.name} answers at {url_of(listener)}"
+        interrupted = answer(service, limits, listener, lambda: note(ready))
     if interrupted:
         raise KeyboardInterrupt

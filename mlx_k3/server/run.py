@@ -53,8 +53,13 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
-def serve(service: Service, limits: Limits, listener: socket.socket) -> bool:
-    """Answer requests until a signal comes; returns whether that was Ctrl-C."""
+def serve(
+    service: Service, limits: Limits, listener: socket.socket, ready: Callable[[], None]
+) -> bool:
+    """Answer requests until a signal comes; returns whether that was Ctrl-C.
+
+    ``ready`` is called when requests are answered from now on.
+    """
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("mlx_k3.server").setLevel(logging.INFO)
     config = uvicorn.Config(
@@ -65,17 +70,23 @@ def serve(service: Service, limits: Limits, listener: socket.socket) -> bool:
         server_header=False,
         ws="none",
     )
-    server = _Server(config, service.queue.leave_all)
+    server = _Server(config, ready, service.queue.leave_all)
     with closing(listener):
         server.run(sockets=[listener])
     return server.interrupted
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, give_up: Callable[[], None]):
+    def __init__(
+        self, config: uvicorn.Config, ready: Callable[[], None], give_up: Callable[[], None]
+    ):
         super().__init__(config)
         self.interrupted = False
-        self._give_up = give_up
+        self._ready, self._give_up = ready, give_up
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
