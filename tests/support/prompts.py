@@ -58,17 +58,24 @@ def answer(
 
 
 class FakeModel:
-    """Caches of two layers, whose content follows from the ids that were read."""
+    """Caches of two layers, whose content follows from the ids that were read.
+
+    A state has ``width`` numbers.
+    """
+
+    def __init__(self, width: int = 1):
+        self._width = width
 
     def make_cache(self) -> list[Any]:
         return [ArraysCache(2), LatentCache()]
 
     def read(self, ids: Sequence[int], cache: list[Any]) -> list[Any]:
         """Take ``ids`` up into ``cache``."""
-        before = cache[0][1]
-        total = sum((p + 1) * i for p, i in enumerate(ids))
-        total = mx.array([[float(total)]]) + (0 if before is None else before)
-        cache[0][0], cache[0][1] = mx.array([[ids[-1]]], mx.bfloat16), total
+        state = 0 if cache[0][1] is None else int(cache[0][1][0, 0].item())
+        for token in ids:  # Every order of every ids gives another.
+            state = (state * 31 + token + 1) % 65521
+        cache[0][0] = mx.array([[ids[-1]]], mx.bfloat16)
+        cache[0][1] = mx.full((1, self._width), float(state))
         rows = mx.array(ids, mx.float32)[None, None, :, None]
         cache[1].append(mx.repeat(rows, 8, axis=-1), rows)
         return cache
@@ -76,6 +83,6 @@ class FakeModel:
 
 def content(cache: list[Any]) -> list[Any]:
     """What a :class:`FakeModel`'s cache holds, comparable."""
-    latents, keys = cache[1].rows(0, cache[1].offset) if cache[1].offset else ([], [])
-    parts = (*cache[0].cache, latents, keys)
-    return [x.tolist() if isinstance(x, mx.array) else x for x in parts]
+    rows = cache[1].rows(0, cache[1].offset) if cache[1].offset else ()
+    arrays = (x.astype(mx.float32) for x in (*cache[0].cache, *rows) if x is not None)
+    return [(x.shape, bytes(memoryview(x))) for x in arrays]
