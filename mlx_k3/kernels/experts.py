@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .build import Kernel, backend
+from .build import SOURCE, Kernel, backend
 from .mxfp8 import mxfp8_round
 from .situ import situ
 
@@ -47,7 +47,7 @@ class _ExpertKernel(Kernel):
 
     def parts(self) -> tuple[str, str]:
         helpers, body = super().parts()
-        return (self.folder / "mxfp4_rows.h").read_text(encoding="utf-8") + helpers, body
+        return (SOURCE / "mxfp4_rows.h").read_text(encoding="utf-8") + helpers, body
 
 
 _GATE_UP = _ExpertKernel(

@@ -1,0 +1,385 @@
+"""The experts' kernels against plain MLX ops, and the banks and options that lead to them."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_k3.checkpoint.mxfp4 import VALUES
+from mlx_k3.cli import main
+from mlx_k3.config import K3Config
+from mlx_k3.errors import UnsupportedError
+from mlx_k3.kernels import using
+from mlx_k3.kernels.build import SOURCE
+from mlx_k3.kernels.experts import (
+    MOST_TOKENS,
+    Packed,
+    mxfp4_experts,
+    mxfp4_experts_pay,
+    mxfp4_experts_reference,
+)
+from mlx_k3.kernels.mxfp8 import mxfp8_round
+from mlx_k3.loader import assemble, load
+from mlx_k3.models.bank import PROJECTIONS, Experts, ResidentBank
+
+from .support import cuda
+from .support.measure import relative_error
+from .support.metal import KernelFault, available, on_host, run, with_kernels
+from .support.metal.trial import without_each_barrier
+from .support.models import convert_golden
+from .support.offload import answer, offloaded, prompt
+
+E = 5
+BETAS = {"beta": 4.0, "linear_beta": 25.0}
+# Of the output's scale. A 16-bit output is rounded once, here and there, as are activations.
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+
+needs_clang = pytest.mark.skipif(not available(), reason="no clang++ here")
+needs_nvcc = pytest.mark.skipif(not cuda.available(), reason="no nvcc here")
+
+
+def stack(rng, out: int, inner: int, scales=(116, 122)) -> Packed:
+    """E random matrices; ``scales`` are the first scale byte and the one after the last."""
+    codes = rng.integers(0, 256, (E, out, inner // 2), dtype=np.uint8)
+    scales = rng.integers(*scales, (E, out, inner // 32), dtype=np.uint8)
+    return Packed(mx.array(codes).view(mx.uint32), mx.array(scales))
+
+
+def inputs(D: int, H: int, k: int, tokens: int, dtype: mx.Dtype = mx.float32) -> tuple:
+    """What ``mxfp4_experts`` takes, in its order."""
+    rng = np.random.default_rng([D, H, k, tokens])
+    z = mx.array(rng.normal(size=(tokens, D)).astype(np.float32)).astype(dtype)
+    indices = mx.array(np.stack([rng.permutation(E)[:k] for _ in range(tokens)]).astype(np.uint32))
+    weights = mx.array(rng.random((tokens, k)).astype(np.float32))
+    return z, indices, weights, stack(rng, H, D), stack(rng, H, D), stack(rng, D, H)
+
+
+def both(arrays: tuple, **settings) -> tuple[mx.array, mx.array]:
+    """What the kernels and what plain ops give."""
+    with with_kernels():
+        got = mxfp4_experts(*arrays, **BETAS | settings)
+        mx.eval(got)
+    with using("reference"):
+        want = mxfp4_experts(*arrays, **BETAS | settings)
+        mx.eval(want)
+    assert got.dtype == want.dtype == arrays[0].dtype
+    return got.astype(mx.float32), want.astype(mx.float32)
+
+
+# Latent, intermediate size, experts a token, tokens: a lone group of 32 columns, rows and groups
+# that fill no simd group or some and a part.
+SIZES = [(64, 32, 1, 1), (96, 64, 2, 3), (128, 96, 4, 9), (320, 288, 3, 2)]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("D, H, k, tokens", SIZES)
+def test_kernels(D, H, k, tokens, dtype) -> None:
+    got, want = both(inputs(D, H, k, tokens, dtype))
+    assert relative_error(got, want) <= TOLERANCE[dtype]
+
+
+def test_tokens_of_several_sequences() -> None:
+    arrays = inputs(64, 64, 2, 6)
+    flat, _ = both(arrays)
+    z, indices, weights = (x.reshape(2, 3, -1) for x in arrays[:3])
+    got, want = both((z, indices, weights, *arrays[3:]))
+    assert got.shape == (2, 3, 64)
+    assert mx.array_equal(got.reshape(6, 64), flat)
+    assert relative_error(got, want) <= 1e-5
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    z, indices, weights, *stacks = inputs(96, 64, 2, 3)
+    with with_kernels():
+        all_of_them = mxfp4_experts(z, indices, weights, *stacks, **BETAS)
+        alone = mxfp4_experts(z[1:2], indices[1:2], weights[1:2], *stacks, **BETAS)
+    assert mx.array_equal(all_of_them[1:2], alone)
+
+
+def test_without_a_linear_beta() -> None:
+    got, want = both(inputs(64, 64, 2, 1), linear_beta=None)
+    assert relative_error(got, want) <= 1e-5
+
+
+def test_more_experts_than_a_group_has_simd_groups() -> None:
+    z, _, _, *stacks = inputs(64, 64, 1, 2)
+    indices = mx.array(np.arange(22).reshape(2, 11) % E)
+    weights = mx.random.uniform(shape=(2, 11))
+    got, want = both((z, indices, weights, *stacks))
+    assert relative_error(got, want) <= 1e-5
+
+
+@pytest.mark.parametrize("scale, size", [(254, 2.0**-126), (253, 2.0**-125), (1, 2.0**118)])
+def test_scales_at_the_ends(scale: int, size: float) -> None:
+    """Such a scale in every other group; ``size`` is that of the inputs it meets."""
+    z, indices, weights, gate, up, down = inputs(128, 64, 2, 3)
+    there = np.arange(4) % 2 == 0
+    large = z * mx.array(np.repeat(np.where(there, size, 1.0), 32).astype(np.float32))
+
+    def with_scale(stack: Packed) -> Packed:
+        scales = np.where(there, scale, np.array(stack.scales)).astype(np.uint8)
+        # Values up to 1.5: those of the largest scale are finite then.
+        return Packed(stack.weight & 0xBBBBBBBB, mx.array(scales))
+
+    got, want = both((large, indices, weights, with_scale(gate), with_scale(up), down))
+    assert mx.isfinite(want).all()
+    assert relative_error(got, want) <= 1e-5
+
+
+def test_the_least_scale_counts_as_zero() -> None:
+    z, indices, weights, gate, up, down = inputs(64, 64, 2, 1)
+    scales = np.array(gate.scales)
+    scales[..., 0] = 0
+    gate = Packed(gate.weight, mx.array(scales))
+    got, want = both((z, indices, weights, gate, up, down))
+    assert relative_error(got, want) <= 1e-5
+    large = z * mx.array([1e30] * 32 + [1.0] * 32)
+    got, _ = both((large, indices, weights, gate, stack_of_zeros(), down))
+    assert not mx.any(got)
+
+
+def stack_of_zeros() -> Packed:
+    """Zeros of either sign."""
+    codes = np.random.default_rng(0).integers(0, 2, (E, 64, 64)) * 8
+    return Packed(
+        mx.array((codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)).view(mx.uint32),
+        mx.full((E, 64, 2), 127, mx.uint8),
+    )
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_zeros_of_either_sign(which: int) -> None:
+    z, indices, weights, *stacks = inputs(64, 64, 2, 1)
+    stacks[which] = stack_of_zeros()
+    got, want = both((z, indices, weights, *stacks))
+    assert not mx.any(got) and not mx.any(want)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_mxfp8(dtype) -> None:
+    arrays = inputs(96, 64, 2, 3, dtype)
+    got, want = both(arrays, mxfp8=True)
+    assert relative_error(got, want) <= TOLERANCE[dtype]
+    exact, _ = both(arrays)
+    assert 1e-3 < relative_error(got, exact) < 0.2
+
+
+def test_mxfp8_rounds_as_the_format_does() -> None:
+    """Every value, every tie and both neighbours of it, subnormals, and groups of other sizes."""
+    values = np.array(mx.from_fp8(mx.arange(127).astype(mx.uint8), mx.float32))
+    ties = (values[1:] + values[:-1]) / 2
+    points = np.concatenate(
+        [values, ties, np.nextafter(ties, 0), np.nextafter(ties, 512), [-0.0, 479, 500, 511.9]]
+    )
+    points = np.resize(points * np.resize([1, -1, -1], points.size), (17, 31))
+    points = np.concatenate([np.full((17, 1), 448), points], axis=1).astype(np.float32)
+    exponents = np.resize([0, -100, 60, -8], 17)
+    # One more group holds the 256 that opens the gate and that comes through unchanged.
+    open_gate = np.append(256, np.zeros(31)).astype(np.float32)[None]
+    z = mx.array(np.concatenate([np.ldexp(points, exponents[:, None]), open_gate]).reshape(1, -1))
+
+    # Up brings every number back to its size and leaves it alone otherwise, and so does down.
+    one_each = np.arange(z.size)
+    up = one_hot(one_each, 127 - np.append(exponents, 0))
+    gate = one_hot(np.full(z.size, z.size - 32), np.full(z.size // 32, 127))
+    down = one_hot(one_each, np.full(z.size // 32, 127))
+    arrays = (z, mx.array([[0]]), mx.array([[1.0]]), gate, up, down)
+    got, _ = both(arrays, mxfp8=True, beta=1e8, linear_beta=None)
+    want = np.ldexp(np.array(mxfp8_round(z)).reshape(18, 32), -np.append(exponents, 0)[:, None])
+    assert np.array_equal(got, 256 * want.reshape(1, -1))
+
+
+def one_hot(columns: np.ndarray, scales: np.ndarray) -> Packed:
+    """A stack of one matrix whose row ``i`` is 1 in ``columns[i]``, times the column's scale."""
+    size = columns.size
+    codes = np.zeros((1, size, size), np.uint8)
+    codes[0, np.arange(size), columns] = 2
+    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    scales = np.broadcast_to(scales.astype(np.uint8), (1, size, size // 32))
+    return Packed(mx.array(packed).view(mx.uint32), mx.array(scales))
+
+
+@needs_clang
+def test_the_barrier_is_needed(tmp_path: Path) -> None:
+    with on_host() as launches:
+        mx.eval(mxfp4_experts(*inputs(64, 32, 3, 1), **BETAS))
+    _, down = launches
+    tried = list(without_each_barrier(tmp_path, down))
+    assert len(tried) == 1
+    with pytest.raises(KernelFault, match="mxfp4_down"):
+        run(tried[0][1])
+
+
+# What stands for CUDA where its text runs on the CPU.
+CUDA_ON_CPU = r"""
+#include <cmath>
+#include <cstdint>
+typedef unsigned int uint;
+struct float2 { float x, y; };
+struct __half2 { uint16_t x, y; };
+using std::fma;
+static float widen(uint16_t h) {
+  const int exponent = h >> 10 & 31, fraction = h & 1023;
+  const float units = exponent ? 1024 + fraction : fraction;
+  const float size = std::ldexp(units, (exponent ? exponent : 1) - 25);
+  return h >> 15 ? -size : size;
+}
+static float2 __half22float2(__half2 h) { return {widen(h.x), widen(h.y)}; }
+static uint __byte_perm(uint x, uint y, uint which) {
+  const uint64_t bytes = uint64_t(y) << 32 | x;
+  uint result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint(bytes >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return result;
+}
+#define INLINE static inline
+#define LOCAL
+#define UNROLL
+"""
+
+
+@needs_clang
+def test_cuda_s_way_to_unpack(tmp_path: Path) -> None:
+    """Its text, on the CPU: every code in every place, and all pairs of neighbours."""
+    source = CUDA_ON_CPU + (SOURCE / "mxfp4.cuda.h").read_text()
+    source += """
+    extern "C" void unpack(const uint* codes, int count, float* values) {
+      for (int i = 0; i < count * 8; ++i) {
+        float x[8] = {};
+        x[i % 8] = CODE_UNIT;
+        const float2 sums = dot8(codes[i / 8], x, float2{0.0f, 0.0f});
+        values[i] = sums.x + sums.y;
+      }
+    }
+    """
+    (tmp_path / "unpack.cpp").write_text(source)
+    library = tmp_path / "unpack.so"
+    command = ["clang++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library]
+    subprocess.run([*command, tmp_path / "unpack.cpp"], check=True, capture_output=True)
+    codes = np.random.default_rng(0).integers(0, 1 << 32, 4096, dtype=np.uint32)
+    codes[:256] = np.arange(256, dtype=np.uint32) * 0x01010101
+    got = np.empty((codes.size, 8), np.float32)
+    pointer = ctypes.c_void_p
+    ctypes.CDLL(str(library)).unpack(
+        codes.ctypes.data_as(pointer), codes.size, got.ctypes.data_as(pointer)
+    )
+    np.testing.assert_array_equal(got, VALUES[codes[:, None] >> 4 * np.arange(8) & 15])
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype, mxfp8", [(mx.bfloat16, False), (mx.float32, True)])
+def test_cuda_compiles_k3_s_sizes(dtype, mxfp8) -> None:
+    D, H, k = 3584, 3072, 16
+    wide = Packed(mx.zeros((1, H, D // 8), mx.uint32), mx.zeros((1, H, D // 32), mx.uint8))
+    high = Packed(mx.zeros((1, D, H // 8), mx.uint32), mx.zeros((1, D, H // 32), mx.uint8))
+    z, indices, weights = mx.zeros((1, D), dtype), mx.zeros((1, k), mx.uint32), mx.zeros((1, k))
+    with cuda.compiling() as told:
+        mx.eval(mxfp4_experts(z, indices, weights, wide, wide, high, **BETAS, mxfp8=mxfp8))
+    assert len(told) == 2
+    for text in told:
+        assert " 0 bytes stack frame" in text and " 0 bytes spill" in text
+        registers = int(text.split("Used ")[1].split()[0])
+        assert registers <= 128, "then a processor holds two groups, which the tiling counts on"
+
+
+# The banks.
+
+
+@pytest.fixture(scope="module")
+def config(golden) -> K3Config:
+    return K3Config.from_file(golden / "tiny-text")
+
+
+@pytest.fixture(scope="module")
+def arrays(config) -> tuple:
+    return inputs(config.expert_dim, config.moe_intermediate_size, 4, 20)
+
+
+def experts(config: K3Config, stacks: list[Packed]) -> Experts:
+    tensors = zip(PROJECTIONS, stacks, strict=True)
+    return Experts.over(
+        config, {f"{n}.{part}": x for n, s in tensors for part, x in s._asdict().items()}
+    )
+
+
+@needs_clang
+def test_a_few_tokens_take_the_kernels(config, arrays) -> None:
+    z, indices, weights, *stacks = arrays
+    bank = experts(config, stacks)
+    z, indices, weights = z[:3], indices[:3], weights[:3]
+    want = bank.summed(z, indices, weights)
+    with on_host() as launches:
+        got = bank.summed(z, indices, weights)
+    assert [launch.kernel.name for launch in launches] == ["mxfp4_gate_up", "mxfp4_down"]
+    assert relative_error(got, want) <= 1e-5
+    with on_host() as launches:
+        bank.train()
+        bank.summed(z, indices, weights)
+    assert "mxfp4_gate_up" not in [launch.kernel.name for launch in launches]
+
+
+def test_many_tokens_do_not() -> None:
+    assert not mxfp4_experts_pay(1) or mx.default_device() == mx.gpu
+    with using("cuda"):
+        assert mxfp4_experts_pay(1) and mxfp4_experts_pay(MOST_TOKENS)
+        assert not mxfp4_experts_pay(MOST_TOKENS + 1)
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_a_bank_that_rounds_is_the_reference_that_rounds(config, arrays, tokens) -> None:
+    z, indices, weights, *stacks = arrays
+    z, indices, weights = z[:tokens], indices[:tokens], weights[:tokens]
+    with using("reference"):
+        want = mxfp4_experts_reference(z, indices, weights, *stacks, **BETAS, mxfp8=True)
+        plain = mxfp4_experts_reference(z, indices, weights, *stacks, **BETAS)
+    bank = experts(config, stacks)
+    bank.__class__ = ResidentBank
+    assert relative_error(bank(z, indices, weights), plain) < 1e-5
+    bank.round_inputs()
+    assert relative_error(bank(z, indices, weights), want) < 1e-5
+    assert relative_error(want, plain) > 1e-3
+
+
+# The option.
+
+
+@pytest.fixture(scope="module")
+def packages(golden, tmp_path_factory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("packages")
+    return {name: convert_golden(golden, name, out) for name in ("tiny-text", "tiny-kimi-linear")}
+
+
+def test_on_demand_rounds_as_resident_does(packages) -> None:
+    resident = assemble(packages["tiny-text"], activations="mxfp8")
+    want = answer(resident, prompt(5), 10)
+    assert not mx.array_equal(answer(assemble(packages["tiny-text"]), prompt(5), 10), want)
+    with offloaded(packages["tiny-text"], 8, activations="mxfp8") as model:
+        assert mx.array_equal(answer(model, prompt(5), 10), want)
+
+
+def test_load_rounds_or_refuses(packages) -> None:
+    model, _ = load(packages["tiny-text"], activations="mxfp8")
+    assert model.layers[1].mlp.switch_mlp.activation.mxfp8
+    with pytest.raises(UnsupportedError, match="there is mxfp8"):
+        load(packages["tiny-text"], activations="mxfp4")
+    with pytest.raises(UnsupportedError, match="experts in MXFP4, and this model's are not"):
+        load(packages["tiny-kimi-linear"], activations="mxfp8")
+
+
+def test_the_option_is_said_once(packages, capsys, monkeypatch) -> None:
+    def generate(activations: str) -> tuple[int, str]:
+        options = ["--ids", "1,2,3", "--max-tokens", "1", "--activations", activations]
+        monkeypatch.setattr(
+            "sys.argv", ["mlx-k3", "generate", str(packages["tiny-text"]), *options]
+        )
+        with pytest.raises(SystemExit) as ended:
+            main()
+            raise SystemExit(0)
+        return ended.value.code or 0, capsys.readouterr().err
+
+    code, err = generate("mxfp8")
+    assert (code, err.count("MXFP8")) == (0, 1)
+    code, err = generate("mxfp4")
+    assert (code, "--activations mxfp4: there is mxfp8" in err) == (2, True)
