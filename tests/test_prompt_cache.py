@@ -16,7 +16,7 @@ from mlx_k3.chat.cache_files import read_arrays, write_arrays
 from mlx_k3.chat.cache_folder import CacheFolder, free_bytes
 from mlx_k3.chat.cache_parts import layout, state_arrays
 from mlx_k3.chat.prefix_tree import Place, PrefixTree
-from mlx_k3.chat.prompt_cache import PromptCache
+from mlx_k3.chat.prompt_cache import Found, PromptCache
 from mlx_k3.errors import CheckpointError
 
 from .support.prompts import FakeModel, content
@@ -111,8 +111,7 @@ def test_a_state_on_the_way_takes_the_tokens_from_a_longer_cache():
     cache = read(ids[:13])
     state = state_arrays(cache)
     MODEL.read(ids[13:], cache)
-    collected = prompts.collect(ids[:13], cache, state)
-    prompts.keep(collected)
+    prompts.keep(Found(ids[:13], cache, state))
     assert content(prompts.fetch(ids)[0]) == content(read(ids[:13]))
 
 
@@ -215,7 +214,7 @@ def test_any_order_of_places_ends_within_the_limit():
             tree.prune(rng.choice([*tree._nodes, "nothing"]))
         assert tree.nbytes == sum(node.nbytes for node in tree._nodes.values()) <= 1000
         states = [node.place.end for node in tree._nodes.values() if node.place.is_state]
-        assert tree.ends.total() == len(states) and set(tree.ends) == set(states)
+        assert tree.states == tree.ends.total() == len(states) and set(tree.ends) == set(states)
 
 
 def test_forgetting_a_state_leaves_the_others():

@@ -44,7 +44,7 @@ class CacheFolder:
         """What is in the file at ``place``; None, and the file is forgotten, if that fails."""
         try:
             return read_arrays(self._path(place), self._seal(place))
-        except CheckpointError as e:
+        except (CheckpointError, OSError) as e:
             _LOG.warning("%s; it is not used", e)
             self._delete([place])
             self.tree.remove(place.key)

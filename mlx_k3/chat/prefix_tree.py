@@ -96,6 +96,7 @@ class PrefixTree:
         self._clock = 0
         self.ends: Counter[int] = Counter()
         """Where there are states, and how many."""
+        self.states = 0
 
     def __contains__(self, key: str) -> bool:
         return key in self._nodes
@@ -128,6 +129,7 @@ class PrefixTree:
         self.nbytes += nbytes
         if place.is_state:
             self.ends[place.end] += 1
+            self.states += 1
 
     def use(self, key: str) -> None:
         """Note that a node was of use."""
@@ -144,7 +146,10 @@ class PrefixTree:
         if not siblings:
             del self._children[node.place.parent]
         if node.place.is_state:
-            self.ends -= Counter([node.place.end])
+            self.states -= 1
+            self.ends[node.place.end] -= 1
+            if not self.ends[node.place.end]:
+                del self.ends[node.place.end]
 
     def prune(self, key: str) -> list[Place]:
         """Take a node away, and the blocks before it that led only there."""

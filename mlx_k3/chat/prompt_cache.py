@@ -33,17 +33,21 @@ _LEAST_DISK_BYTES = 10**9
 _FREE_SHARE = 1 / 10  # of a disk's free space
 
 
-class Collected(NamedTuple):
-    """A state on its way into the cache, with all that leads to it."""
+class Found(NamedTuple):
+    """A state that is to be kept: what ``cache`` knew when it held exactly ``ids``.
 
-    nbytes: int
-    nodes: dict[Place, Arrays | None]
-    """None: it was there already."""
+    ``cache`` may have gone on since; ``state`` is what :func:`~.cache_parts.state_arrays` gave
+    then.
+    """
+
+    ids: list[int]
+    cache: list[Any]
+    state: Arrays
 
     @property
-    def key(self) -> str:
-        """Of the state."""
-        return [*self.nodes][-1].key
+    def nbytes(self) -> int:
+        """Of the state and of all tokens before it."""
+        return total_bytes(self.state) + len(self.ids) * bytes_per_token(self.cache)
 
 
 @dataclass(frozen=True)
@@ -126,45 +130,27 @@ class PromptCache:
         held = tokens_held(cache)
         if held not in (None, len(ids)):
             raise ValueError(f"a cache of {held} tokens for {len(ids)} ids")
-        collected = self.collect(ids, cache, state_arrays(cache))
-        self.keep(collected)
-        return collected.key
+        return self.keep(Found(list(ids), list(cache), state_arrays(cache)))
 
-    def collect(
-        self,
-        ids: Sequence[int],
-        cache: Sequence[Any],
-        state: Arrays,
-        before: Sequence[Collected] = (),
-    ) -> Collected:
-        """What :meth:`store` would keep, for :meth:`keep` to do so later.
+    def keep(self, found: Found) -> str:
+        """Keep a state and all that leads to it; returns its key.
 
-        ``cache`` may hold more than ``ids``; ``state`` is :func:`~.cache_parts.state_arrays` of
-        when it held exactly these. What was collected ``before`` is not copied again.
+        Raises:
+            ValueError: there is nothing to keep.
         """
-        if not ids:
+        if not found.ids:
             raise ValueError("a state of no tokens")
-        nbytes = total_bytes(state) + len(ids) * bytes_per_token(cache)
-        tiers = [tier for tier in self._tiers if tier.tree.fits(nbytes)]
-        known = {place: arrays for other in before for place, arrays in other.nodes.items()}
-        nodes: dict[Place, Arrays | None] = {}
-        for place in path(self._root, ids, len(ids)):
-            nodes[place] = known.get(place)
+        tiers = [tier for tier in self._tiers if tier.tree.fits(found.nbytes)]
+        places = path(self._root, found.ids, len(found.ids))
+        for place in places:
+            arrays = None
             for tier in tiers:
                 if place.key in tier.tree:
                     tier.use(place)  # A file may turn out to be gone.
-                if place.key not in tier.tree and nodes[place] is None:
-                    nodes[place] = _content(place, cache, state)
-        return Collected(nbytes, nodes)
-
-    def keep(self, collected: Collected) -> None:
-        """Keep what was collected."""
-        for tier in self._tiers:
-            if not tier.tree.fits(collected.nbytes):
-                continue
-            for place, arrays in collected.nodes.items():
-                if place.key not in tier.tree and arrays is not None:
+                if place.key not in tier.tree:
+                    arrays = _content(place, found) if arrays is None else arrays
                     tier.write(place, arrays)
+        return places[-1].key
 
     def make_room(self, states: int) -> int:
         """Free memory for states that are on their way; for how many of ``states`` there is.
@@ -178,9 +164,9 @@ class PromptCache:
         memory.shrink(states * self._state_bytes)
         return states
 
-    def fits_memory(self, collected: Collected) -> bool:
+    def fits_memory(self, found: Found) -> bool:
         """Whether it will be kept in memory, and so costs no more while it waits for that."""
-        return self._tiers[0].tree.fits(collected.nbytes)
+        return self._tiers[0].tree.fits(found.nbytes)
 
     def forget(self, key: str) -> None:
         """Drop a state, and what only it needed."""
@@ -195,9 +181,9 @@ class PromptCache:
         """Sizes now, and sums since the beginning."""
         memory, disk = [*(tier.tree for tier in self._tiers), PrefixTree(0)][:2]
         return CacheUsage(
-            memory_states=memory.ends.total(),
+            memory_states=memory.states,
             memory_bytes=memory.nbytes,
-            disk_states=disk.ends.total(),
+            disk_states=disk.states,
             disk_bytes=disk.nbytes,
             fetches=self._fetches,
             hits=self._hits,
@@ -231,12 +217,13 @@ class PromptCache:
         return nodes
 
 
-def _content(place: Place, cache: Sequence[Any], state: Arrays) -> Arrays:
+def _content(place: Place, found: Found) -> Arrays:
     """What a node holds: a block its tokens, a state also the tokens behind the last block."""
     if place.is_state:
-        arrays = state | token_arrays(cache, place.end - place.end % BLOCK_TOKENS, place.end)
+        first = place.end - place.end % BLOCK_TOKENS
+        arrays = found.state | token_arrays(found.cache, first, place.end)
     else:
-        arrays = token_arrays(cache, place.end - BLOCK_TOKENS, place.end)
+        arrays = token_arrays(found.cache, place.end - BLOCK_TOKENS, place.end)
     mx.eval(arrays)
     return arrays
 

@@ -17,7 +17,7 @@ from ..models.state import RecordedState
 from . import xtml
 from .cache_parts import state_arrays
 from .prefix_tree import BLOCK_TOKENS
-from .prompt_cache import Collected, PromptCache
+from .prompt_cache import Found, PromptCache
 
 Progress = Callable[[int, int], None]
 
@@ -83,7 +83,7 @@ class Reading:
         if prompts is not None:
             wanted = stops(ids, cached_tokens, tokenizer)
             self._stops = sorted(wanted[: prompts.make_room(len(wanted))])
-        self._collected: list[Collected] = []  # Not kept yet.
+        self._found: list[Found] = []  # Not kept yet.
         self._passing: str | None = None  # Key of a state that the next one makes superfluous.
         self._kept_at = time.monotonic()
         self._at_a_token = False  # Whether the cache holds exactly the prompt and `generated`.
@@ -113,7 +113,7 @@ class Reading:
             try:
                 callback(done, total)
             except BaseException:  # Someone does not want to wait any longer.
-                self._collect_now(done, total)
+                self._find_here(done, total)
                 raise
 
         return {**options, "prompt_progress_callback": progress}
@@ -127,16 +127,17 @@ class Reading:
             yield response
             self._at_a_token = False
 
-    def _keep(self) -> None:
-        if self._prompts is None or not self._collected:
-            return
-        for collected in self._collected:
-            self._prompts.keep(collected)
-        self._collected.clear()
+    def _keep(self) -> str | None:
+        """Keep what was found; the last one's key."""
+        if self._prompts is None or not self._found:
+            return None
+        keys = [self._prompts.keep(found) for found in self._found]
+        self._found.clear()
         self._kept_at = time.monotonic()
         if self._passing is not None:
             self._prompts.forget(self._passing)
             self._passing = None
+        return keys[-1]
 
     def _read(self, done: int, total: int) -> None:
         """``done`` of ``total`` new tokens are in the cache."""
@@ -145,30 +146,25 @@ class Reading:
         position, stop = self._start + done, 0
         while self._stops and self._stops[0] <= position:
             stop = self._stops.pop(0)
-            self._collect(stop, [_at(c, stop) for c in self._cache])
+            self._find(stop, [_at(c, stop) for c in self._cache])
         if done == total - 1:
             self._stop_recording()
-            if not all(map(self._prompts.fits_memory, self._collected)):
+            if not all(map(self._prompts.fits_memory, self._found)):
                 self._keep()
             return
-        passing = None
-        if stop != position and time.monotonic() - self._kept_at > KEEP_SECONDS:
-            passing = self._collect_now(done, total)
-        self._keep()
-        self._passing = passing or self._passing
+        is_passing = stop != position and time.monotonic() - self._kept_at > KEEP_SECONDS
+        if is_passing:
+            self._find_here(done, total)
+        key = self._keep()
+        self._passing = key if is_passing else self._passing
 
-    def _collect_now(self, done: int, total: int) -> str | None:
+    def _find_here(self, done: int, total: int) -> None:
         """Where the text has been read to; nothing where it had been before, or if it is over."""
-        if not 0 < done < total:
-            return None
-        return self._collect(self._start + done, [_now(c) for c in self._cache])
+        if 0 < done < total:
+            self._find(self._start + done, [_now(c) for c in self._cache])
 
-    def _collect(self, end: int, cache: list[Any]) -> str:
-        assert self._prompts is not None
-        states, before = state_arrays(cache), self._collected
-        collected = self._prompts.collect(self._ids[:end], self._cache, states, before)
-        self._collected.append(collected)
-        return collected.key
+    def _find(self, end: int, cache: list[Any]) -> None:
+        self._found.append(Found(list(self._ids[:end]), list(self._cache), state_arrays(cache)))
 
     def _stop_recording(self) -> None:
         self._cache[:] = [_now(c) for c in self._cache]
