@@ -85,7 +85,8 @@ def test_a_stream_tells_what_the_whole_answer_does(client, text, options):
     calls = [call.function.model_dump() for call in message.tool_calls or ()]
     assert list(stream["calls"].values()) == calls
     assert stream["finish"] == choice.finish_reason
-    assert stream["usage"] == reply.usage
+    assert stream["usage"].completion_tokens == reply.usage.completion_tokens
+    assert stream["usage"].prompt_tokens == reply.usage.prompt_tokens
     assert stream["logprobs"] == (choice.logprobs.content if choice.logprobs else [])
 
 
@@ -113,6 +114,17 @@ def test_two_steps_with_a_tool_end_with_the_right_answer(client):
         "assistant",
     ]
     assert messages[-1].content == f"483 * 17 = {483 * 17}."
+
+
+def test_a_second_turn_reads_only_what_is_new(client):
+    messages: list[Any] = [{"role": "user", "content": f"{PERSON} " * 20}]
+    first = client.chat.completions.create(model=MODEL, messages=messages)
+    messages += [first.choices[0].message, {"role": "user", "content": "Hello!"}]
+    second = client.chat.completions.create(model=MODEL, messages=messages).usage
+    cached = second.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens - 1 <= cached < second.prompt_tokens
+    again = client.chat.completions.create(model=MODEL, messages=messages[:1])
+    assert again.choices[0].message.content == first.choices[0].message.content
 
 
 def test_arguments_come_while_they_are_written(client):

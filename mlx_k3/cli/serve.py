@@ -9,6 +9,7 @@ from ..errors import CheckpointError, K3Error
 from ..units import parse_bytes
 from . import loading
 from .chat import recommended_sampling
+from .prompts import open_prompts
 from .terminal import note
 
 _NETWORK = "Who may ask"
@@ -121,7 +122,7 @@ def serve(
     top_p = recommended["top_p"] if top_p is None else top_p
     Sampling(max_tokens, temp, top_p)  # Refuses bad values now: loading may take minutes.
     listener = bind(host, port, has_key=api_key is not None, open_to_all=without_key)
-    with loading.open_model(folder, how) as (network, tokenizer):
+    with loading.open_model(folder, how, keeps_prompts=True) as (network, tokenizer):
         if tokenizer is None:
             raise CheckpointError(f"{folder} has no tokenizer; requests have text")
         service = Service(
@@ -129,6 +130,7 @@ def serve(
             tokenizer,
             name="k3-nano" if model is None else folder.resolve().name,
             created=int((folder / "config.json").stat().st_mtime),
+            prompts=open_prompts(folder, network),
             most_waiting=max_queue,
             defaults=Defaults(max_tokens, temp, top_p),
         )

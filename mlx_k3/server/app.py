@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..chat.prompt_cache import PromptCache
 from ..errors import K3Error
 from .answers import Answer, logprobs_for
 from .asks import Ask, Asker, Defaults
@@ -49,7 +50,8 @@ class Service:
         tokenizer: the same.
         name: the model's, for clients.
         created: when it came to be, in seconds since 1970.
-        most_waiting: see :class:`~.queue.GenerationQueue`.
+        prompts: see :class:`~.queue.GenerationQueue`, as for ``most_waiting``.
+        defaults: what holds where a request says nothing.
     """
 
     def __init__(
@@ -59,12 +61,13 @@ class Service:
         *,
         name: str,
         created: int,
+        prompts: PromptCache | None,
         most_waiting: int | None,
         defaults: Defaults,
     ):
         self.metrics = Metrics(name)
-        self.queue = GenerationQueue(model, tokenizer, most_waiting, self.metrics)
-        self.metrics.watch(model, self.queue)
+        self.queue = GenerationQueue(model, tokenizer, prompts, most_waiting, self.metrics)
+        self.metrics.watch(model, prompts, self.queue)
         self.name, self._created, self._table = name, created, tokenizer.table
         self._stop_ids = set(tokenizer.eos_token_ids)
         self._asker = Asker(tokenizer, model.plan.context_tokens, defaults)

@@ -22,6 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..chat.prompt_cache import PromptCache
 from ..version import __version__
 from .answers import Counts
 
@@ -73,9 +74,9 @@ class Metrics:
                 if meter.tokens > 1 and meter.last > meter.first:
                     self._speed.set((meter.tokens - 1) / (meter.last - meter.first))
 
-    def watch(self, model: Any, queue: Any) -> None:
-        """Show the state of ``model`` and ``queue`` too."""
-        self.registry.register(_Live(model, queue))
+    def watch(self, model: Any, prompts: PromptCache | None, queue: Any) -> None:
+        """Show the state of these too."""
+        self.registry.register(_Live(model, prompts, queue))
 
     def page(self) -> bytes:
         """All figures in Prometheus' text form."""
@@ -101,8 +102,8 @@ class AnswerMeter:
 class _Live(Collector):
     """Reads what is so now."""
 
-    def __init__(self, model: Any, queue: Any):
-        self._offload = model.offload
+    def __init__(self, model: Any, prompts: PromptCache | None, queue: Any):
+        self._offload, self._prompts = model.offload, prompts
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "queue_waiting": ("Requests that wait.", lambda: queue.waiting),
             "running": ("Requests that are being answered.", lambda: queue.running),
@@ -115,16 +116,36 @@ class _Live(Collector):
         """All of them."""
         for name, (text, value) in self._gauges.items():
             yield GaugeMetricFamily(f"mlx_k3_{name}", text, value())
-        if self._offload is None:
-            return
-        usage = self._offload.usage()
-        yield GaugeMetricFamily("mlx_k3_expert_slots", "Places for experts.", self._offload.slots)
-        share = "Share of needed bytes that were there without a read."
-        yield GaugeMetricFamily("mlx_k3_expert_hit_rate", share, usage.hit_rate)
-        for name, text, total in (
-            ("expert_hit_bytes", "Needed bytes that were there.", usage.hit_bytes),
-            ("expert_read_bytes", "Bytes read from the drive.", usage.read_bytes),
-            ("expert_read_seconds", "Time in which something was read.", usage.disk_seconds),
-            ("expert_stall_seconds", "Time in which the model waited.", usage.stall_seconds),
-        ):
-            yield CounterMetricFamily(f"mlx_k3_{name}", text, total)
+        if self._prompts is not None:
+            yield from _prompt_cache(self._prompts)
+        if self._offload is not None:
+            yield from _experts(self._offload)
+
+
+def _prompt_cache(prompts: PromptCache) -> Iterator[Metric]:
+    usage = prompts.usage()
+    nbytes = GaugeMetricFamily(
+        "mlx_k3_prompt_cache_bytes", "What is kept of prompts and answers.", labels=["in"]
+    )
+    nbytes.add_metric(["memory"], usage.memory_bytes)
+    nbytes.add_metric(["folder"], usage.disk_bytes)
+    yield nbytes
+    text = "States from which reading can be taken up."
+    states = GaugeMetricFamily("mlx_k3_prompt_cache_states", text, labels=["in"])
+    states.add_metric(["memory"], usage.memory_states)
+    states.add_metric(["folder"], usage.disk_states)
+    yield states
+
+
+def _experts(offload: Any) -> Iterator[Metric]:
+    usage = offload.usage()
+    yield GaugeMetricFamily("mlx_k3_expert_slots", "Places for experts.", offload.slots)
+    share = "Share of needed bytes that were there without a read."
+    yield GaugeMetricFamily("mlx_k3_expert_hit_rate", share, usage.hit_rate)
+    for name, text, total in (
+        ("expert_hit_bytes", "Needed bytes that were there.", usage.hit_bytes),
+        ("expert_read_bytes", "Bytes read from the drive.", usage.read_bytes),
+        ("expert_read_seconds", "Time in which something was read.", usage.disk_seconds),
+        ("expert_stall_seconds", "Time in which the model waited.", usage.stall_seconds),
+    ):
+        yield CounterMetricFamily(f"mlx_k3_{name}", text, total)

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..chat.generation import run
+from ..chat.prompt_cache import PromptCache
 from .answers import Answer, Delta
 from .asks import Ask
 from .errors import ApiError
@@ -67,11 +68,20 @@ class GenerationQueue:
     Args:
         model: what :func:`mlx_k3.load` returns.
         tokenizer: the same.
+        prompts: what has been read before, if anything is kept of it.
         most_waiting: how many may wait beside the one that is answered; None for any number.
+        metrics: where all of it is counted.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, most_waiting: int | None, metrics: Metrics):
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompts: PromptCache | None,
+        most_waiting: int | None,
+        metrics: Metrics,
+    ):
+        self._model, self._tokenizer, self._prompts = model, tokenizer, prompts
         self._most, self._metrics = most_waiting, metrics
         self._thread = ThreadPoolExecutor(1, "generation")
         self._lock = threading.Lock()
@@ -139,19 +149,29 @@ class GenerationQueue:
             mx.clear_cache()
 
     def _answer(self, job: Job) -> None:
+        ask, counts = job.ask, job.answer.counts
+
         def reading(done: int, total: int) -> None:
             _go_on(job)
+            counts.cached = len(ask.ids) - total
             job.tell(Reading(done, total))
 
-        options = job.ask.sampling.options
+        options = ask.sampling.options
         options["prompt_progress_callback"] = reading
         if self._model.offload is None:
             options["prefill_step_size"] = BLOCK_TOKENS
-        if job.ask.seed is not None:
-            mx.random.seed(job.ask.seed)
+        if ask.seed is not None:
+            mx.random.seed(ask.seed)
         begin = time.perf_counter()
-        chunks = run(self._model, self._tokenizer, job.ask.ids, job.ask.parser, job.ask.sampling)
-        with closing(chunks), self._metrics.answer(job.answer.counts, begin) as meter:
+        chunks = run(
+            self._model,
+            self._tokenizer,
+            ask.ids,
+            ask.parser,
+            ask.sampling,
+            prompts=self._prompts,
+        )
+        with closing(chunks), self._metrics.answer(counts, begin) as meter:
             for chunk in chunks:
                 _go_on(job)
                 meter.token()

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any
 
 import httpx2
 import openai
+
+from mlx_k3 import nano
 
 KEY = "sk-test"
 MODEL = "k3-nano"
@@ -27,6 +30,12 @@ class Server:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         if key is not None:
             environment["MLX_K3_API_KEY"] = key
+        # What it keeps of prompts is its own; the converted model is not made anew.
+        self._cache = tempfile.TemporaryDirectory()
+        converted = nano.converted()
+        (Path(self._cache.name) / "mlx-k3").mkdir()
+        (Path(self._cache.name) / "mlx-k3" / converted.name).symlink_to(converted)
+        environment["XDG_CACHE_HOME"] = self._cache.name
         self.process = subprocess.Popen(
             [*command, "--port", "0", "--temp", "0", *options],
             stdout=subprocess.PIPE,
@@ -92,6 +101,7 @@ def serving(*options: str, **how: Any) -> Iterator[Server]:
         if server.process.poll() is None:
             server.process.kill()
         server.process.wait(30)
+        server._cache.cleanup()
 
 
 def ask(client: openai.OpenAI, text: str, **options: Any) -> Any:
