@@ -16,14 +16,18 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 
 import mlx.core as mx
 
+import mlx_k3
 import mlx_k3.kernels as kernels
+from mlx_k3.config import K3Config
 from mlx_k3.errors import UnsupportedError
+from mlx_k3.models.bank import Experts
 
 State = Sequence[mx.array]
 
@@ -120,10 +124,46 @@ def router_cases(tiny: bool) -> list[Case]:
     return cases
 
 
+def experts_cases(tiny: bool) -> list[Case]:
+    """16 of K3's 896 experts a token; the reference is MLX's gathered product, expert by expert.
+
+    Beyond a few tokens MLX sorts; on CUDA it compiles that for more than a minute, once.
+    """
+    config = K3Config.from_file(Path(mlx_k3.__file__).parent / "experts" / "kimi-k3-config.json")
+    if tiny:
+        config = replace(config, routed_expert_hidden_size=96, moe_intermediate_size=64)
+    E, k = (5, 3) if tiny else (896, config.num_experts_per_token)
+    D, H = config.expert_dim, config.moe_intermediate_size
+    stacks = {}
+    for name, rows, columns in (("gate", H, D), ("up", H, D), ("down", D, H)):
+        codes = mx.random.randint(0, 256, (E, rows, columns // 2), mx.uint8)
+        stacks[f"{name}_proj.weight"] = codes.view(mx.uint32)
+        # Such that the outputs stay near the size of the inputs.
+        stacks[f"{name}_proj.scales"] = mx.full((E, rows, columns // 32), 120, mx.uint8)
+    mx.eval(stacks)
+    experts = Experts.over(config, stacks)
+    expert_bytes = nbytes(*stacks.values()) // E
+    cases = []
+    for N in (1, 4) if tiny else (1, 2, 3, 8, 64):
+        indices = mx.argsort(mx.random.uniform(shape=(N, E)), axis=-1)[:, :k].astype(mx.uint32)
+        weights = mx.full((N, k), 1 / k)
+        distinct = len(set(indices.flatten().tolist()))
+
+        def step(z: mx.array, indices=indices, weights=weights) -> State:
+            return (experts.summed(z, indices, weights),)
+
+        z = normal(N, D)
+        cases.append(
+            Case(f"experts {N} tokens", (z,), step, distinct * expert_bytes + 2 * z.nbytes)
+        )
+    return cases
+
+
 CASES: dict[str, Callable[[bool], list[Case]]] = {
     "situ": situ_cases,
     "residual": residual_cases,
     "router": router_cases,
+    "experts": experts_cases,
 }
 
 

@@ -1,5 +1,5 @@
 // Products of a packed MXFP4 matrix with a vector, a few rows a simd group: what the kernels of the
-// experts share. (Asked of build.py: that `needs` may name a part without a dialect, this file.)
+// experts share.
 //
 // SPAN lanes share a row, so that a simd group works on 32 / SPAN rows at a time and a lane on ROWS
 // of them, that many apart. A lane's unit is a group of 32 columns, 16 bytes of codes and a scale
