@@ -6,6 +6,7 @@ import time
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_k3 import nano
@@ -14,15 +15,22 @@ from mlx_k3.chat.cache_identity import model_identity
 from mlx_k3.chat.cache_parts import state_arrays
 from mlx_k3.chat.generation import generate
 from mlx_k3.chat.plain import IdsOnly
-from mlx_k3.chat.prompt_cache import PromptCache, open_prompt_cache
+from mlx_k3.chat.prompt_cache import PromptCache, open_prompt_cache, wanted_bytes
 from mlx_k3.chat.reading import stops, user_turns
 from mlx_k3.chat.session import Session
+from mlx_k3.cli.loading import Loading, open_model
+from mlx_k3.cli.plan import trunk_as
+from mlx_k3.cli.prompts import leave_room, open_prompts
+from mlx_k3.config import K3Config
 from mlx_k3.errors import K3Error
+from mlx_k3.experts import machine
+from mlx_k3.experts.budget import plan_memory
 from mlx_k3.experts.lossy import Levers
-from mlx_k3.loader import assemble, load
+from mlx_k3.loader import assemble, load, plan_load
 from mlx_k3.models.blocks import token_blocks
 from mlx_k3.models.state import RecordedState
 
+from .conftest import REPOSITORY
 from .support.models import convert_golden
 from .support.offload import WatchedDisk, offloaded, prompt
 from .support.prompts import Counting, answer
@@ -328,6 +336,32 @@ def test_going_on_from_a_kept_state_gives_the_same_bits(tiny, tmp_path):
     assert mx.array_equal(tiny(ids[:, 1100:], cache=fetched), wanted)
 
 
+def test_caches_of_batches_are_kept_and_gone_on_from(tiny):
+    """What mlx-lm's batched generation hands over, and takes."""
+    texts = [prompt(n)[0].tolist() for n in (30, 700)]
+
+    def batched(new, caches=None, known=None):
+        generator = BatchGenerator(tiny, max_tokens=5)
+        uids = generator.insert(new, caches=caches, all_tokens=known)
+        tokens, ended = {uid: [] for uid in uids}, []
+        while len(ended) < len(uids):
+            for response in generator.next_generated():
+                tokens[response.uid].append(response.token)
+                ended += [response] if response.finish_reason else []
+        return [*tokens.values()], ended
+
+    prompts = PromptCache(tiny, "a" * 64)
+    _, ended = batched(texts)
+    for response in ended:
+        prompts.store(response.all_tokens, response.prompt_cache)
+    longer = sorted([*response.all_tokens, 11, 12] for response in ended)
+    fetched = [prompts.fetch(ids) for ids in longer]
+    assert [rest for _, rest in fetched] == [[11, 12]] * 2
+    known = [ids[:-2] for ids in longer]
+    answers, _ = batched([[11, 12]] * 2, [cache for cache, _ in fetched], known)
+    assert answers == [generate(tiny, None, ids, max_tokens=5) for ids in longer]
+
+
 # Whose states they are.
 
 
@@ -368,6 +402,57 @@ def test_default_sizes_follow_the_memory_plan(loaded, tmp_path):
     assert prompts.usage().disk_states == prompts.usage().memory_states == 2
     only = open_prompt_cache(nano.converted(), model, memory_bytes=1)
     assert [tier.tree.limit_bytes for tier in only._tiers] == [1]
+
+
+def test_memory_for_prompts_is_part_of_a_command_s_budget(tiny_folder):
+    whole = plan_load(tiny_folder, None)
+    state, wanted, resident = whole.state_bytes, wanted_bytes(whole), whole.resident_bytes
+    assert wanted == 4 * state + whole.cache_bytes
+
+    def room(memory_bytes):
+        left, kept = leave_room(plan_load(tiny_folder, memory_bytes), memory_bytes)
+        assert left + kept == memory_bytes
+        return kept
+
+    # All experts fit: what is left beside them, if that is a state at least.
+    assert room(resident + 2 * wanted) == wanted
+    assert room(resident + state) == state
+    assert room(resident + state - 1) == room(resident) == 0
+
+
+def test_the_real_model_leaves_a_sixteenth_for_prompts(monkeypatch):
+    config = K3Config.from_file(REPOSITORY / "mlx_k3/experts/kimi-k3-config.json")
+    monkeypatch.setattr(machine, "usable_memory_bytes", lambda: 96 * 10**9)
+
+    def room(memory_bytes):
+        plan = plan_memory(
+            config, trunk_as(config, "q4"), slot_bytes=17_547_264, context_tokens=4096,
+            budget_bytes=memory_bytes, device="metal",
+        )  # fmt: skip
+        return plan, *leave_room(plan, memory_bytes)
+
+    plan, left, kept = room(64 * 10**9)
+    assert kept == (64 * 10**9 - plan.minimum_bytes) // 16 == 64 * 10**9 - left
+    assert 3 * plan.state_bytes < kept < wanted_bytes(plan)
+    plan, left, kept = room(plan.minimum_bytes + 16 * plan.state_bytes - 16)
+    assert kept == 0
+    # More than the machine can spare is not counted on.
+    plan, left, kept = room(10**12)
+    assert left + kept == 96 * 10**9 and kept == wanted_bytes(plan)
+
+
+def test_a_model_opened_to_keep_prompts_stays_within_the_budget(tiny_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(nano, "cache_folder", lambda: tmp_path)
+    budget = plan_load(tiny_folder, None).resident_bytes + 10**7
+    how = Loading(memory=str(budget))
+    with open_model(tiny_folder, how, keeps_prompts=True) as (model, _):
+        assert model.plan.total_bytes + model.kept_bytes <= budget
+        prompts = open_prompts(tiny_folder, model)
+        answer(model, [5] * 20, prompts)
+        assert prompts.usage().disk_states == prompts.usage().memory_states == 2
+        assert {file.parent for file in tmp_path.rglob("*.safetensors")} == {tmp_path / "prompts"}
+    with open_model(tiny_folder, how) as (model, _):
+        assert model.kept_bytes == 0
 
 
 # Taking back.
