@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from mlx_k3.chat.generation import Reply, Sampling, run
 from mlx_k3.chat.plain import IdsOnly, PlainParser
 from mlx_k3.chat.prompt_cache import PromptCache
-from mlx_k3.models.latent_cache import LatentCache
 
 
 class Counting:
@@ -67,7 +66,7 @@ class FakeModel:
         self._width = width
 
     def make_cache(self) -> list[Any]:
-        return [ArraysCache(2), LatentCache()]
+        return [ArraysCache(2), KVCache()]
 
     def read(self, ids: Sequence[int], cache: list[Any]) -> list[Any]:
         """Take ``ids`` up into ``cache``."""
@@ -77,12 +76,12 @@ class FakeModel:
         cache[0][0] = mx.array([[ids[-1]]], mx.bfloat16)
         cache[0][1] = mx.full((1, self._width), float(state))
         rows = mx.array(ids, mx.float32)[None, None, :, None]
-        cache[1].append(mx.repeat(rows, 8, axis=-1), rows)
+        cache[1].update_and_fetch(mx.repeat(rows, 8, axis=-1), rows)
         return cache
 
 
 def content(cache: list[Any]) -> list[Any]:
     """What a :class:`FakeModel`'s cache holds, comparable."""
-    rows = cache[1].rows(0, cache[1].offset) if cache[1].offset else ()
+    rows = cache[1].keys_and_values() if cache[1].offset else ()
     arrays = (x.astype(mx.float32) for x in (*cache[0].cache, *rows) if x is not None)
     return [(x.shape, bytes(memoryview(x))) for x in arrays]
