@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -64,7 +65,8 @@ def test_a_resumed_session_goes_on_as_if_it_had_never_stopped(command, data):
     answers = whole.splitlines()
     assert out.splitlines()[0] == answers[1]
     # What was read before was not read again: only the new message, and what closes the old one.
-    asked, kept = (int(word) for word in out.split("prompts of ")[1].split() if word.isdecimal())
+    counts = re.search(r"prompts of (\d+) tokens, (\d+) of them kept from before", out)
+    asked, kept = map(int, counts.groups())
     assert 0 < asked - kept < 40 < kept
     # Saved by itself after the answer.
     assert read_saved(data / "talk.json")["messages"] == read_saved(data / "whole.json")["messages"]
