@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import mlx.core as mx
+from bench_kda import kda_cases
 
 import mlx_k3
 import mlx_k3.kernels as kernels
@@ -164,6 +165,7 @@ CASES: dict[str, Callable[[bool], list[Case]]] = {
     "residual": residual_cases,
     "router": router_cases,
     "experts": experts_cases,
+    "kda": lambda tiny: [Case(*case) for case in kda_cases(tiny)],
 }
 
 
