@@ -73,6 +73,14 @@ def test_a_resumed_session_goes_on_as_if_it_had_never_stopped(command, data):
     assert [session["messages"] for session in listed(command).values()] == [4, 4]
 
 
+@pytest.mark.parametrize("other", ["/reset", "/load b"])
+def test_another_conversation_does_not_take_a_resumed_one_s_place(command, data, other):
+    chat(command, "Hello", "/save b", "/save talk")
+    before = (data / "talk.json").read_text()
+    chat(command, other, "What is 12 + 30?", options=("--resume", "talk"))
+    assert (data / "talk.json").read_text() == before
+
+
 def test_a_session_works_without_what_is_kept_of_it(command, data, tmp_path):
     chat(command, "What is 12 + 30?", "/save talk")
     with_states, _ = chat(command, "/load talk", "And 5 + 5?")

@@ -71,10 +71,10 @@ class Conversation:
         self._sampling = sampling
         self._interactive = interactive
         self._named = named
-        self._resumed: Path | None = None  # Saved again after every answer.
+        self._resumed: Path | None = None  # Is saved again after every answer.
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
-            "/reset": lambda _: session.reset(),
+            "/reset": lambda _: self._reset(),
             "/retry": self._retry,
             "/save": self._save,
             "/load": self._load,
@@ -83,7 +83,7 @@ class Conversation:
         }
 
     def resume(self, name: str) -> None:
-        """Go on with the session ``name``, and save it after every answer from now on.
+        """Go on with the session ``name``, and save it after every answer, until another begins.
 
         Raises:
             K3Error: there is none, or it cannot be read.
@@ -109,7 +109,6 @@ class Conversation:
                     raise K3Error(f"no command {command}; /help lists them")
                 elif line.strip():
                     self._answer(line)
-                    self._save_resumed()
             except K3Error as e:
                 if not self._interactive:
                     raise
@@ -136,6 +135,8 @@ class Conversation:
                 stop.made = True
             finally:
                 printer.end()
+        if self._resumed is not None:
+            self._session.save(self._resumed, with_states=True)
         if stop.made and not self._interactive:
             raise KeyboardInterrupt
         if stop.made:
@@ -151,10 +152,13 @@ class Conversation:
         if remark := show(reply, self._offload):
             note(remark)
 
+    def _reset(self) -> None:
+        self._session.reset()
+        self._resumed = None  # Another conversation begins; what is saved stays.
+
     def _retry(self, text: str) -> None:
         question = self._session.take_back()
         self._answer(text or question)
-        self._save_resumed()
 
     def _save(self, name: str) -> None:
         path = self._path(name, "/save")
@@ -166,16 +170,13 @@ class Conversation:
     def _load(self, name: str) -> None:
         path = self._path(name, "/load")
         self._session.load(self._named.existing(name) if is_name(name) else path)
+        self._resumed = None
         note(f"{len(self._session.messages)} messages from {path}")
 
     def _path(self, name: str, command: str) -> Path:
         if not name:
             raise K3Error(f"{command} needs a name: {command} holiday")
         return self._named.path(name) if is_name(name) else Path(name).expanduser()
-
-    def _save_resumed(self) -> None:
-        if self._resumed is not None:
-            self._session.save(self._resumed, with_states=True)
 
     def _system(self, text: str) -> None:
         if text:
