@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
 
 from mlx_k3.checkpoint.names import layer_tensors, mlx_tensors, stem_tensors, vision_tensors
 from mlx_k3.checkpoint.writer import tensor_bytes
@@ -25,7 +24,8 @@ from mlx_k3.experts.budget import (
 )
 from mlx_k3.kernels import kda_reference
 from mlx_k3.loader import load
-from mlx_k3.models import bank, blocks
+from mlx_k3.models import bank, blocks, latent_cache
+from mlx_k3.models.latent_cache import LatentCache
 from mlx_k3.units import parse_bytes
 
 from .conftest import REPOSITORY
@@ -188,7 +188,7 @@ def test_a_cuda_device_holds_no_process(k3):
 def test_constants_are_the_model_s():
     assert sizes.BLOCK_TOKENS == blocks.BLOCK_TOKENS
     assert sizes.PAIRS_AT_ONCE == bank.PAIRS_AT_ONCE
-    assert KVCache.step == sizes.CACHE_STEP
+    assert latent_cache.STEP_ROWS == sizes.CACHE_STEP
     assert sizes.KDA_CHUNK == kda_reference.CHUNK
     assert sizes.KDA_SCRATCH_BYTES == kda_reference.SCRATCH_BYTES
 
@@ -224,8 +224,8 @@ def test_caches_take_what_the_plan_says(loaded, name):
     plan = plan_folder(folder, None, context_tokens=300)
     cache = model.make_cache()
     mx.eval(model(mx.arange(257)[None] % 64, cache=cache))
-    states = sum(array.nbytes for c in cache if not isinstance(c, KVCache) for array in c.cache)
-    latents = sum(c.keys.nbytes + c.values.nbytes for c in cache if isinstance(c, KVCache))
+    states = sum(array.nbytes for c in cache if not isinstance(c, LatentCache) for array in c.cache)
+    latents = sum(c.nbytes for c in cache if isinstance(c, LatentCache))
     assert plan.state_bytes == states
     assert plan.cache_bytes == latents
 

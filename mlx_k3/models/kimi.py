@@ -9,12 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import create_attention_mask, create_ssm_mask
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.base import create_ssm_mask
+from mlx_lm.models.cache import ArraysCache
 
 from ..config import K3Config
 from .blocks import BLOCK_TOKENS, token_blocks
 from .kda import KimiDeltaAttention
+from .latent_cache import LatentCache
 from .layers import MLP, Linear
 from .mla import KimiMLAAttention
 from .moe import KimiSparseMoE
@@ -45,7 +46,10 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, stream: ResidualStream, mask: mx.array | None = None, cache: Any = None
     ) -> None:
-        """Run the layer; the residual stream takes up what it adds."""
+        """Run the layer; the residual stream takes up what it adds.
+
+        ``mask [B, T]`` is False at padding, for KDA; MLA's cache knows where a text begins.
+        """
         x = self.input_layernorm(stream.mix(self.get("self_attention_res")))
         if self.starts_block:
             stream.start_block()
@@ -57,18 +61,15 @@ class DecoderLayer(nn.Module):
         T = x.shape[1]
         cuts = cache.cuts(T) if isinstance(cache, RecordedState) else []
         if cache is None or (T <= BLOCK_TOKENS and not cuts):
-            return self.self_attn(x, mask, cache)
+            return self._attend_block(x, mask, cache)
         outputs = []
         for block in token_blocks(T, cuts):
-            part = mask
-            if mask is not None:
-                # [B, T] for KDA; [.., T, S] for MLA, whose cache ends with this block.
-                unread = T - block.stop
-                part = (
-                    mask[:, block] if self.is_kda else mask[..., block, : mask.shape[-1] - unread]
-                )
-            outputs.append(self.self_attn(x[:, block], part, cache))
+            part = None if mask is None else mask[:, block]
+            outputs.append(self._attend_block(x[:, block], part, cache))
         return mx.concatenate(outputs, axis=1)
+
+    def _attend_block(self, x, mask, cache):
+        return self.self_attn(x, mask, cache) if self.is_kda else self.self_attn(x, cache)
 
 
 class KimiModel(nn.Module):
@@ -92,18 +93,12 @@ class KimiModel(nn.Module):
         """Token ids ``[B, T]`` (or embeddings ``[B, T, hidden]``) -> normed states."""
         x = self.embed_tokens(ids) if input_embeddings is None else input_embeddings
         caches = cache or [None] * len(self.layers)
-        kda_mask, mla_mask = self._masks(x, caches)
+        states = (c for layer, c in zip(self.layers, caches, strict=True) if layer.is_kda)
+        padding = create_ssm_mask(x, next(states, None))
         stream = ResidualStream(x, self.eps)
         for layer, layer_cache in zip(self.layers, caches, strict=True):
-            layer(stream, kda_mask if layer.is_kda else mla_mask, layer_cache)
+            layer(stream, padding, layer_cache)
         return self.norm(stream.mix(self.get("output_attn_res")))
-
-    def _masks(self, x, caches):
-        """Padding mask for KDA ``[B, T]`` and attention mask for MLA, each None if not needed."""
-        first = {layer.is_kda: c for layer, c in reversed([*zip(self.layers, caches, strict=True)])}
-        kda_mask = create_ssm_mask(x, first.get(True))
-        mla_mask = create_attention_mask(x, first.get(False), return_array=True)
-        return kda_mask, mla_mask
 
 
 class Model(nn.Module):
@@ -113,6 +108,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.model_type = config.model_type
+        self.kv_bits: int | None = None  # of the caches made from now on: as computed, 8 or 4
         self.model = KimiModel(config)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size)
@@ -133,7 +129,10 @@ class Model(nn.Module):
 
     def make_cache(self) -> list[Any]:
         """An empty cache: conv inputs and state for a KDA layer, latents for an MLA layer."""
-        return [ArraysCache(size=2) if layer.is_kda else KVCache() for layer in self.layers]
+        return [
+            ArraysCache(size=2) if layer.is_kda else LatentCache(self.kv_bits)
+            for layer in self.layers
+        ]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """A converted folder's tensors under this model's parameter names."""

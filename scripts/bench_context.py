@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Attention over a long text: one MLA layer of K3's head sizes, its cache, speed and memory.
+
+    python scripts/bench_context.py                          # 4k, 32k and 128k tokens, 4 heads
+    python scripts/bench_context.py --heads 96 --tokens 8k
+
+Weights and text are random. For each length and form of the cache, each in a process of its own:
+what the cache takes, the time of 512 tokens of a prompt and of a token after it, and how far
+memory rose above the cache since before there was one, by MLX's count and the process's peak.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+FILL_TOKENS = 1024  # that are put into the cache at once before anything is measured
+FORMS = (None, 8, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", default="4k,32k,128k", help="lengths of the text")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dtype", default="float32", help="of activations, and of the plain cache")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return print(json.dumps(measure(**json.loads(args.one))))
+    figures = []
+    for tokens in args.tokens.split(","):
+        for bits in FORMS:
+            job = {"tokens": tokens, "bits": bits, "heads": args.heads, "dtype": args.dtype}
+            command = [sys.executable, __file__, "--one", json.dumps(job)]
+            run = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+            figures.append(job | json.loads(run.stdout))
+    report(figures)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+def measure(tokens: str, bits: int | None, heads: int, dtype: str) -> dict[str, Any]:
+    """One row, in seconds and bytes."""
+    import mlx_k3  # noqa: F401  # loads OpenBLAS before MLX
+    import mlx.core as mx  # isort: skip
+
+    from mlx_k3.experts.machine import peak_rss_bytes
+    from mlx_k3.models.blocks import BLOCK_TOKENS
+    from mlx_k3.models.latent_cache import LatentCache
+    from mlx_k3.units import parse_tokens
+
+    layer, kind = make_layer(heads, dtype), getattr(mx, dtype)
+    rank, shared = layer.latent_dim, layer.rope_dim
+
+    def attend(n: int, cache: LatentCache | None = None) -> float:
+        x = mx.random.normal((1, n, layer.g_proj.weight.shape[1])).astype(kind)
+        mx.eval(x)
+        start = time.perf_counter()
+        mx.eval(layer(x, cache))
+        return time.perf_counter() - start
+
+    attend(BLOCK_TOKENS)  # What a process needs once is no part of the figures.
+    mlx_before, process_before = mx.get_active_memory(), peak_rss_bytes()
+    mx.reset_peak_memory()
+    cache, length = LatentCache(bits), parse_tokens(tokens)
+    before = length - BLOCK_TOKENS
+    while cache.size() < before:
+        n = min(FILL_TOKENS, before - cache.size())
+        rows = (mx.random.normal((1, 1, n, width)).astype(kind) for width in (rank, shared))
+        cache.append(*rows)
+        mx.eval(cache.state)
+    prefill_seconds = attend(BLOCK_TOKENS, cache)
+    token_seconds = median(attend(1, cache) for _ in range(5))
+    return {
+        "cache_bytes": cache.nbytes,
+        "prefill_seconds": prefill_seconds,
+        "token_seconds": token_seconds,
+        "mlx_bytes": mx.get_peak_memory() - mlx_before - cache.nbytes,
+        "process_bytes": peak_rss_bytes() - process_before - cache.nbytes,
+        "device": str(mx.default_device()),
+    }
+
+
+def make_layer(heads: int, dtype: str) -> Any:
+    """A random layer with K3's head sizes and rank, narrow outside of attention."""
+    import mlx.core as mx
+
+    from mlx_k3.models.mla import KimiMLAAttention
+
+    sizes = SimpleNamespace(
+        hidden_size=512,
+        num_attention_heads=heads,
+        q_lora_rank=256,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        mla_use_output_gate=True,
+    )
+    layer = KimiMLAAttention(sizes)
+    layer.set_dtype(getattr(mx, dtype))
+    layer.eval()
+    mx.eval(layer.parameters())
+    return layer
+
+
+def report(figures: list[dict[str, Any]]) -> None:
+    first = figures[0]
+    print(f"{platform.machine()} {platform.system()}, {first['device']}, {first['heads']} heads\n")
+    print(
+        "| tokens | cache | MB | prompt of 512, ms | token, ms | beyond it, MLX MB | process MB |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in figures:
+        form = f"{row['bits']} bit" if row["bits"] else row["dtype"]
+        memory = (f"{row[f'{what}_bytes'] / 1e6:.0f}" for what in ("mlx", "process"))
+        print(
+            f"| {row['tokens']} | {form} | {row['cache_bytes'] / 1e6:.0f} "
+            f"| {1e3 * row['prefill_seconds']:.0f} | {1e3 * row['token_seconds']:.1f} "
+            f"| {' | '.join(memory)} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
