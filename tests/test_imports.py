@@ -148,7 +148,7 @@ def test_nothing_unsafe_is_used() -> None:
 def test_the_repository_names_no_ones_folders() -> None:
     """Paths of the machine it was written on mean nothing elsewhere."""
     private = re.compile(r"(?<![\w.])/(?:root|work|home|Users)/\w")
-    folders = ("mlx_k3", "convert", "scripts", "tests", "docs", ".github", ".ci")
+    folders = ("mlx_k3", "convert", "scripts", "tests", "docs", "examples", ".github", ".ci")
     suffixes = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".json", ""}
     files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
     files += REPOSITORY.glob("*.*")

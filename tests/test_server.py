@@ -266,6 +266,7 @@ ERRORS = [
     ({"messages": [{"role": "tool", "content": "4"}]}, 400, None, None),
     ({"extra_body": {"adapters": "x"}}, 400, "adapters", "unknown_parameter"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "invalid_value"),
+    ({"stream": False, "stream_options": {}}, 400, "stream_options", "invalid_value"),
     ({"logit_bias": {"9999999": 1}}, 400, "logit_bias", "invalid_value"),
     ({"stop": ["", "x"]}, 400, "stop[0]", "invalid_value"),
     ({"tool_choice": "required"}, 400, None, None),
@@ -281,7 +282,7 @@ ERRORS = [
 def test_mistakes_are_told_as_openai_does(client, change, status, param, code, stream):
     request = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], **change}
     with pytest.raises(openai.APIStatusError) as raised:
-        client.chat.completions.create(stream=stream, **request)
+        client.chat.completions.create(**{"stream": stream, **request})
     assert raised.value.status_code == status
     error = raised.value.body
     assert set(error) == {"message", "type", "param", "code"}

@@ -197,9 +197,13 @@ def parse(kind: type[Body], raw: bytes) -> tuple[Body, dict[str, Any]]:
     if not isinstance(given, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     try:
-        return kind.model_validate(given), given
+        body = kind.model_validate(given)
     except ValidationError as e:
         raise _mistake(e, given) from None
+    if body.stream_options is not None and not body.stream:
+        message = "stream_options needs stream to be true"
+        raise ApiError(400, message, param="stream_options", code="invalid_value")
+    return body, given
 
 
 def _mistake(error: ValidationError, given: dict[str, Any]) -> ApiError:

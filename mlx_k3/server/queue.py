@@ -5,6 +5,7 @@ leaves the queue is not answered; who leaves an answer stops it within a token, 
 is read within a block of it, and within a layer where experts are read on demand.
 """
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -156,12 +157,13 @@ class GenerationQueue:
             counts.cached = len(ask.ids) - total
             job.tell(Reading(done, total))
 
+        _go_on(job)
         options = ask.sampling.options
         options["prompt_progress_callback"] = reading
         if self._model.offload is None:
             options["prefill_step_size"] = BLOCK_TOKENS
-        if ask.seed is not None:
-            mx.random.seed(ask.seed)
+        # Without a seed too: what follows a request that has one must not be known by it.
+        mx.random.seed(secrets.randbits(64) if ask.seed is None else ask.seed)
         begin = time.perf_counter()
         chunks = run(
             self._model,

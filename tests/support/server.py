@@ -50,8 +50,9 @@ class Server:
         self._found = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._found.wait(START_SECONDS), "".join(self.lines)
-        assert self.process.poll() is None or self.base_url, "".join(self.lines)
+        if not self._found.wait(START_SECONDS) or not self.base_url:
+            self.close()
+            raise AssertionError(f"it did not start: {self.log}")
 
     def _read(self) -> None:
         self.base_url = ""
@@ -91,6 +92,14 @@ class Server:
         return code
 
 
+    def close(self) -> None:
+        """End it at once, if it has not ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+        self._cache.cleanup()
+
+
 @contextmanager
 def serving(*options: str, **how: Any) -> Iterator[Server]:
     """A server for as long as the context lasts."""
@@ -98,10 +107,7 @@ def serving(*options: str, **how: Any) -> Iterator[Server]:
     try:
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait(30)
-        server._cache.cleanup()
+        server.close()
 
 
 def ask(client: openai.OpenAI, text: str, **options: Any) -> Any:
