@@ -161,7 +161,7 @@ def test_facts_name_commands_and_options_that_exist() -> None:
     named = set(re.findall(r"(?:Run mlx-k3|the command|command:) ([a-z]+)", _stated()))
     assert named <= set(commands) and len(named) >= 9
     assert set(re.findall(r"--[a-z][\w-]*", _stated())) <= options
-    chat = (REPOSITORY / "mlx_k3" / "cli" / "chat.py").read_text()
+    chat = (REPOSITORY / "mlx_k3" / "cli" / "conversation.py").read_text()
     for typed in re.findall(r"Type (/\w+)", _stated()):
         assert f"\n{typed} " in chat or f'"""\\\n{typed} ' in chat
 
