@@ -91,7 +91,6 @@ class Server:
         self._reader.join(10)
         return code
 
-
     def close(self) -> None:
         """End it at once, if it has not ended."""
         if self.process.poll() is None:
