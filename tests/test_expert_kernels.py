@@ -1,4 +1,4 @@
-"""The experts' kernels against plain MLX ops, and the banks and options that lead to them."""
+"""The experts' kernels against plain MLX ops."""
 
 import ctypes
 import subprocess
@@ -9,52 +9,23 @@ import numpy as np
 import pytest
 
 from mlx_k3.checkpoint.mxfp4 import VALUES
-from mlx_k3.cli import main
-from mlx_k3.config import K3Config
-from mlx_k3.errors import UnsupportedError
 from mlx_k3.kernels import using
 from mlx_k3.kernels.build import SOURCE
-from mlx_k3.kernels.experts import (
-    MOST_TOKENS,
-    Packed,
-    mxfp4_experts,
-    mxfp4_experts_pay,
-    mxfp4_experts_reference,
-)
+from mlx_k3.kernels.experts import MOST_TOKENS, Packed, mxfp4_experts, mxfp4_experts_pay
 from mlx_k3.kernels.mxfp8 import mxfp8_round
-from mlx_k3.loader import assemble, load
-from mlx_k3.models.bank import PROJECTIONS, Experts, ResidentBank
 
 from .support import cuda
 from .support.measure import relative_error
 from .support.metal import KernelFault, available, on_host, run, with_kernels
 from .support.metal.trial import without_each_barrier
-from .support.models import convert_golden
-from .support.offload import answer, offloaded, prompt
+from .support.packed import E, inputs
 
-E = 5
 BETAS = {"beta": 4.0, "linear_beta": 25.0}
 # Of the output's scale. A 16-bit output is rounded once, here and there, as are activations.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 needs_clang = pytest.mark.skipif(not available(), reason="no clang++ here")
 needs_nvcc = pytest.mark.skipif(not cuda.available(), reason="no nvcc here")
-
-
-def stack(rng, out: int, inner: int, scales=(116, 122)) -> Packed:
-    """E random matrices; ``scales`` are the first scale byte and the one after the last."""
-    codes = rng.integers(0, 256, (E, out, inner // 2), dtype=np.uint8)
-    scales = rng.integers(*scales, (E, out, inner // 32), dtype=np.uint8)
-    return Packed(mx.array(codes).view(mx.uint32), mx.array(scales))
-
-
-def inputs(D: int, H: int, k: int, tokens: int, dtype: mx.Dtype = mx.float32) -> tuple:
-    """What ``mxfp4_experts`` takes, in its order."""
-    rng = np.random.default_rng([D, H, k, tokens])
-    z = mx.array(rng.normal(size=(tokens, D)).astype(np.float32)).astype(dtype)
-    indices = mx.array(np.stack([rng.permutation(E)[:k] for _ in range(tokens)]).astype(np.uint32))
-    weights = mx.array(rng.random((tokens, k)).astype(np.float32))
-    return z, indices, weights, stack(rng, H, D), stack(rng, H, D), stack(rng, D, H)
 
 
 def both(arrays: tuple, **settings) -> tuple[mx.array, mx.array]:
@@ -72,10 +43,11 @@ def both(arrays: tuple, **settings) -> tuple[mx.array, mx.array]:
 # Latent, intermediate size, experts a token, tokens: a lone group of 32 columns, rows and groups
 # that fill no simd group or some and a part.
 SIZES = [(64, 32, 1, 1), (96, 64, 2, 3), (128, 96, 4, 9), (320, 288, 3, 2)]
+CASES = [(*sizes, mx.float32) for sizes in SIZES]
+CASES += [(*sizes, dtype) for sizes in SIZES[1:3] for dtype in (mx.float16, mx.bfloat16)]
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("D, H, k, tokens", SIZES)
+@pytest.mark.parametrize("D, H, k, tokens, dtype", CASES)
 def test_kernels(D, H, k, tokens, dtype) -> None:
     got, want = both(inputs(D, H, k, tokens, dtype))
     assert relative_error(got, want) <= TOLERANCE[dtype]
@@ -217,10 +189,20 @@ def test_the_barrier_is_needed(tmp_path: Path) -> None:
 CUDA_ON_CPU = r"""
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 typedef unsigned int uint;
 struct float2 { float x, y; };
+struct uint4 { uint x, y, z, w; };
 struct __half2 { uint16_t x, y; };
+struct __nv_bfloat16 { uint16_t bits; };
 using std::fma;
+template <int N, typename T>
+void load(float* to, const T* from);
+static float bits_to_float(uint bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
 static float widen(uint16_t h) {
   const int exponent = h >> 10 & 31, fraction = h & 1023;
   const float units = exponent ? 1024 + fraction : fraction;
@@ -234,7 +216,7 @@ static uint __byte_perm(uint x, uint y, uint which) {
   for (int i = 0; i < 4; ++i) result |= uint(bytes >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
   return result;
 }
-#define INLINE static inline
+#define INLINE inline
 #define LOCAL
 #define UNROLL
 """
@@ -242,7 +224,7 @@ static uint __byte_perm(uint x, uint y, uint which) {
 
 @needs_clang
 def test_cuda_s_way_to_unpack(tmp_path: Path) -> None:
-    """Its text, on the CPU: every code in every place, and all pairs of neighbours."""
+    """Its text, on the CPU: every code in every place, and every bfloat16."""
     source = CUDA_ON_CPU + (SOURCE / "mxfp4.cuda.h").read_text()
     source += """
     extern "C" void unpack(const uint* codes, int count, float* values) {
@@ -253,6 +235,9 @@ def test_cuda_s_way_to_unpack(tmp_path: Path) -> None:
         values[i] = sums.x + sums.y;
       }
     }
+    extern "C" void widen(const __nv_bfloat16* from, int count, float* to) {
+      for (int i = 0; i < count; i += 8) load<8>(to + i, from + i);
+    }
     """
     (tmp_path / "unpack.cpp").write_text(source)
     library = tmp_path / "unpack.so"
@@ -261,11 +246,18 @@ def test_cuda_s_way_to_unpack(tmp_path: Path) -> None:
     codes = np.random.default_rng(0).integers(0, 1 << 32, 4096, dtype=np.uint32)
     codes[:256] = np.arange(256, dtype=np.uint32) * 0x01010101
     got = np.empty((codes.size, 8), np.float32)
-    pointer = ctypes.c_void_p
-    ctypes.CDLL(str(library)).unpack(
-        codes.ctypes.data_as(pointer), codes.size, got.ctypes.data_as(pointer)
-    )
+    run_in = ctypes.CDLL(str(library))
+    run_in.unpack(_pointer(codes), codes.size, _pointer(got))
     np.testing.assert_array_equal(got, VALUES[codes[:, None] >> 4 * np.arange(8) & 15])
+
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    got = np.empty(bits.size, np.float32)
+    run_in.widen(_pointer(bits), bits.size, _pointer(got))
+    np.testing.assert_array_equal(got.view(np.uint32), bits.astype(np.uint32) << 16)
+
+
+def _pointer(x: np.ndarray) -> ctypes.c_void_p:
+    return x.ctypes.data_as(ctypes.c_void_p)
 
 
 @needs_nvcc
@@ -284,102 +276,8 @@ def test_cuda_compiles_k3_s_sizes(dtype, mxfp8) -> None:
         assert registers <= 128, "then a processor holds two groups, which the tiling counts on"
 
 
-# The banks.
-
-
-@pytest.fixture(scope="module")
-def config(golden) -> K3Config:
-    return K3Config.from_file(golden / "tiny-text")
-
-
-@pytest.fixture(scope="module")
-def arrays(config) -> tuple:
-    return inputs(config.expert_dim, config.moe_intermediate_size, 4, 20)
-
-
-def experts(config: K3Config, stacks: list[Packed]) -> Experts:
-    tensors = zip(PROJECTIONS, stacks, strict=True)
-    return Experts.over(
-        config, {f"{n}.{part}": x for n, s in tensors for part, x in s._asdict().items()}
-    )
-
-
-@needs_clang
-def test_a_few_tokens_take_the_kernels(config, arrays) -> None:
-    z, indices, weights, *stacks = arrays
-    bank = experts(config, stacks)
-    z, indices, weights = z[:3], indices[:3], weights[:3]
-    want = bank.summed(z, indices, weights)
-    with on_host() as launches:
-        got = bank.summed(z, indices, weights)
-    assert [launch.kernel.name for launch in launches] == ["mxfp4_gate_up", "mxfp4_down"]
-    assert relative_error(got, want) <= 1e-5
-    with on_host() as launches:
-        bank.train()
-        bank.summed(z, indices, weights)
-    assert "mxfp4_gate_up" not in [launch.kernel.name for launch in launches]
-
-
-def test_many_tokens_do_not() -> None:
+def test_they_are_for_a_few_tokens() -> None:
     assert not mxfp4_experts_pay(1) or mx.default_device() == mx.gpu
     with using("cuda"):
         assert mxfp4_experts_pay(1) and mxfp4_experts_pay(MOST_TOKENS)
         assert not mxfp4_experts_pay(MOST_TOKENS + 1)
-
-
-@pytest.mark.parametrize("tokens", [3, 20])
-def test_a_bank_that_rounds_is_the_reference_that_rounds(config, arrays, tokens) -> None:
-    z, indices, weights, *stacks = arrays
-    z, indices, weights = z[:tokens], indices[:tokens], weights[:tokens]
-    with using("reference"):
-        want = mxfp4_experts_reference(z, indices, weights, *stacks, **BETAS, mxfp8=True)
-        plain = mxfp4_experts_reference(z, indices, weights, *stacks, **BETAS)
-    bank = experts(config, stacks)
-    bank.__class__ = ResidentBank
-    assert relative_error(bank(z, indices, weights), plain) < 1e-5
-    bank.round_inputs()
-    assert relative_error(bank(z, indices, weights), want) < 1e-5
-    assert relative_error(want, plain) > 1e-3
-
-
-# The option.
-
-
-@pytest.fixture(scope="module")
-def packages(golden, tmp_path_factory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("packages")
-    return {name: convert_golden(golden, name, out) for name in ("tiny-text", "tiny-kimi-linear")}
-
-
-def test_on_demand_rounds_as_resident_does(packages) -> None:
-    resident = assemble(packages["tiny-text"], activations="mxfp8")
-    want = answer(resident, prompt(5), 10)
-    assert not mx.array_equal(answer(assemble(packages["tiny-text"]), prompt(5), 10), want)
-    with offloaded(packages["tiny-text"], 8, activations="mxfp8") as model:
-        assert mx.array_equal(answer(model, prompt(5), 10), want)
-
-
-def test_load_rounds_or_refuses(packages) -> None:
-    model, _ = load(packages["tiny-text"], activations="mxfp8")
-    assert model.layers[1].mlp.switch_mlp.activation.mxfp8
-    with pytest.raises(UnsupportedError, match="there is mxfp8"):
-        load(packages["tiny-text"], activations="mxfp4")
-    with pytest.raises(UnsupportedError, match="experts in MXFP4, and this model's are not"):
-        load(packages["tiny-kimi-linear"], activations="mxfp8")
-
-
-def test_the_option_is_said_once(packages, capsys, monkeypatch) -> None:
-    def generate(activations: str) -> tuple[int, str]:
-        options = ["--ids", "1,2,3", "--max-tokens", "1", "--activations", activations]
-        monkeypatch.setattr(
-            "sys.argv", ["mlx-k3", "generate", str(packages["tiny-text"]), *options]
-        )
-        with pytest.raises(SystemExit) as ended:
-            main()
-            raise SystemExit(0)
-        return ended.value.code or 0, capsys.readouterr().err
-
-    code, err = generate("mxfp8")
-    assert (code, err.count("MXFP8")) == (0, 1)
-    code, err = generate("mxfp4")
-    assert (code, "--activations mxfp4: there is mxfp8" in err) == (2, True)

@@ -31,3 +31,15 @@ INLINE float2 dot8(uint codes, const LOCAL float* x, float2 sums) {
   }
   return sums;
 }
+
+// As the prelude's, by one operation a value: a bfloat16 is the upper half of its float.
+template <>
+INLINE void load<8>(float* to, const __nv_bfloat16* from) {
+  const uint4 words = *reinterpret_cast<const uint4*>(from);
+  const uint pairs[4] = {words.x, words.y, words.z, words.w};
+  UNROLL
+  for (int i = 0; i < 4; ++i) {
+    to[2 * i] = bits_to_float(pairs[i] << 16);
+    to[2 * i + 1] = bits_to_float(pairs[i] & 0xffff0000u);
+  }
+}

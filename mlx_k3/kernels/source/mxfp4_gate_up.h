@@ -13,9 +13,9 @@
 // of an H200. At that rate, with 0.85 us to memory and back, each of its 132 processors must have
 // 28 KB under way. ROWS = 6 and SPAN = 8 make 24 rows a simd group and, with 8 simd groups, 256
 // groups: two a processor, all at once, whose 512 lanes have 6 x 16 bytes under way each, 48 KB.
-// That holds while a thread has at most 128 registers (94 to 122, by nvcc 13.0). 3.8 instructions a
-// code, of which 2.9 are products, conversions and unpacking: 42 M for 32 lanes, 40 us at 4 a clock
-// and 1.98 GHz.
+// That holds while a thread has at most 128 registers (96 to 122, by nvcc 13.0). 3.7 instructions a
+// code, of which 3.25 unpack, convert and multiply: 41 M for 32 lanes, 39 us at 4 a clock and
+// 1.98 GHz.
 
 KERNEL {
   constexpr int SIMDS = GROUP_SIZE / 32, APART = 32 / SPAN;
