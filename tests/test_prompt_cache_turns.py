@@ -336,6 +336,21 @@ def test_going_on_from_a_kept_state_gives_the_same_bits(tiny, tmp_path):
     assert mx.array_equal(tiny(ids[:, 1100:], cache=fetched), wanted)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_latents_are_kept_as_they_are(tiny_folder, tmp_path, bits):
+    model, ids = assemble(tiny_folder, "float32"), prompt(700)
+    plain = model_identity(tiny_folder, model)
+    model.kv_bits = bits
+    assert model_identity(tiny_folder, model) != plain
+    live = model.make_cache()
+    mx.eval(model(ids[:, :650], cache=live))
+    PromptCache(model, "a" * 64, folder=tmp_path).store(ids[0, :650].tolist(), live)
+    fetched, rest = PromptCache(model, "a" * 64, folder=tmp_path).fetch(ids[0].tolist())
+    assert len(rest) == 50
+    wanted = model(ids[:, 650:], cache=live)
+    assert mx.array_equal(model(ids[:, 650:], cache=fetched), wanted)
+
+
 def test_caches_of_batches_are_kept_and_gone_on_from(tiny):
     """What mlx-lm's batched generation hands over, and takes."""
     texts = [prompt(n)[0].tolist() for n in (30, 700)]
