@@ -30,8 +30,7 @@ INLINE void round_to_mxfp8(LOCAL float* x) {
 // [WIDTH]; rows from HEIGHT on are as the last one. `codes` and `scales` are the matrix, `part` is
 // LANE % SPAN. A scale of 2^-127, the least, counts as zero.
 //
-// The next step's codes are asked for as soon as the present ones are in use, so that a lane always
-// has ROWS loads of 16 bytes under way.
+// The next step's codes are asked for within the present step, ROWS times 16 bytes a lane.
 template <int ROWS, int SPAN, int HEIGHT, int WIDTH, bool WHOLE, bool MXFP8, typename T>
 INLINE void multiply_rows(LOCAL float* sums, CONST_DEVICE uint* codes, CONST_DEVICE uint8_t* scales,
                           CONST_DEVICE T* x, uint first, uint part) {
