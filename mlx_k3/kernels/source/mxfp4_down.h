@@ -10,12 +10,12 @@
 // meet in shared memory and are added in one order. Groups: N, and as many as OUTER's rows need.
 //
 // K3 at one token: 16 experts of 3584 rows of 1536 + 96 bytes, 94 MB, 22 us at the 4.3 TB/s of an
-// H200. ROWS = 7 and SPAN = 16 make 14 rows and 256 groups of 8 simd groups, two for each of its 132
-// processors while a thread has at most 128 registers (120 to 128, by nvcc 13.0). A step of a simd
-// group is 3.8 KB and 856 instructions: the 16 of a processor need 3420 clocks at 4 instructions a
-// clock and 3700 at that bandwidth and 1.98 GHz. A group reads all of h, 98 KB in 16 bits, from the
-// cache beside 366 KB of weights; fewer rows would make that share larger. In all 20 us of
-// instructions beside 22 us of bytes.
+// H200. ROWS = 7 and SPAN = 16 make 14 rows and 256 groups of 8 simd groups, two for each of its
+// 132 processors while a thread has at most 128 registers (120 to 128, by nvcc 13.0). A step of a
+// simd group is 3.8 KB and 856 instructions: the 16 of a processor need 3420 clocks at 4
+// instructions a clock and 3700 at that bandwidth and 1.98 GHz. A group reads all of h, 98 KB in 16
+// bits, from the cache beside 366 KB of weights; fewer rows would make that share larger. In all 20
+// us of instructions beside 22 us of bytes.
 
 KERNEL {
   constexpr int SIMDS = GROUP_SIZE / 32, APART = 32 / SPAN, TILE = APART * ROWS;

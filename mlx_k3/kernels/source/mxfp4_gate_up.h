@@ -12,11 +12,11 @@
 // K3 at one token: 16 experts of 2 x 3072 rows of 1792 + 112 bytes, 187 MB, 44 us at the 4.3 TB/s
 // of an H200, whose 132 processors must each have 28 KB under way if memory answers in 0.85 us.
 // ROWS = 6 and SPAN = 8 make 24 rows a simd group and, with 8 simd groups, 256 groups: two a
-// processor, all at once, while a thread has at most 128 registers (96 to 122, by nvcc 13.0).
-// A step of a simd group is 3.3 KB and 713 instructions, 3.7 a code, of which 3.25 unpack, convert
+// processor, all at once, while a thread has at most 128 registers (96 to 122, by nvcc 13.0). A
+// step of a simd group is 3.3 KB and 713 instructions, 3.7 a code, of which 3.25 unpack, convert
 // and multiply. The 16 of a processor need 2850 clocks for a step at 4 instructions a clock, and
-// 3170 at that bandwidth and 1.98 GHz; 713 of them pass until a simd group waits, so that memory may
-// take 2450, 1.2 us, to answer. In all 39 us of instructions beside 44 us of bytes.
+// 3170 at that bandwidth and 1.98 GHz; 713 of them pass until a simd group waits, so that memory
+// may take 2450, 1.2 us, to answer. In all 39 us of instructions beside 44 us of bytes.
 
 KERNEL {
   constexpr int SIMDS = GROUP_SIZE / 32, APART = 32 / SPAN;
