@@ -17,6 +17,7 @@ from mlx_k3.errors import BudgetError, K3Error
 from mlx_k3.experts import machine, sizes
 from mlx_k3.experts.budget import (
     PROMPT_SHARE,
+    RESIDENT_PROMPT,
     format_at_least,
     parse_memory,
     plan_folder,
@@ -24,7 +25,7 @@ from mlx_k3.experts.budget import (
 )
 from mlx_k3.kernels import kda_reference
 from mlx_k3.loader import load
-from mlx_k3.models import bank, blocks, latent_cache
+from mlx_k3.models import bank, blocks, latent_attention, latent_cache
 from mlx_k3.models.latent_cache import LatentCache
 from mlx_k3.units import parse_bytes
 
@@ -117,6 +118,31 @@ def test_a_million_tokens(k3):
     assert plan_k3(k3, context_tokens=1 << 30) == plan  # the model has no more
 
 
+def test_memory_beyond_the_cache_does_not_depend_on_the_context(k3):
+    plans = [plan_k3(k3, context_tokens=n, budget="128GB") for n in (32 << 10, 1 << 20)]
+    assert len({plan.scratch_bytes for plan in plans}) == 1
+    least = [plan.minimum_bytes - plan.cache_bytes for plan in plans]
+    assert least[0] == least[1]
+
+
+@pytest.mark.parametrize(("bits", "row"), [(8, 648), (4, 360)])
+def test_packed_caches(k3, bits, row):
+    plan = plan_k3(k3, kv_bits=bits)
+    assert (plan.kv_bits, plan.cache_bytes_per_token) == (bits, 24 * row)
+    assert row == latent_cache.row_bytes(512, 2, bits) + latent_cache.row_bytes(64, 2, bits)
+    assert plan.cache_bytes == 32768 * 24 * row
+    assert plan_k3(k3, kv_bits=bits, device="cpu").cache_bytes == plan.cache_bytes
+
+
+def test_a_model_in_memory_reads_a_prompt_in_windows(k3):
+    resident = plan_k3(k3).resident_bytes
+    assert plan_k3(k3).prompt_tokens == RESIDENT_PROMPT == 2048
+    assert plan_k3(k3, context_tokens=1000).prompt_tokens == 1000
+    assert plan_k3(k3, budget=str(resident)).prompt_tokens == 512
+    more = plan_k3(k3, budget=str(resident + 2 * plan_k3(k3).prompt_bytes))
+    assert more.prompt_tokens == 2048 and more.total_bytes <= more.budget_bytes
+
+
 def test_the_cache_grows_in_steps(k3):
     assert [plan_k3(k3, context_tokens=n).cache_bytes // 27_648 for n in (1, 256, 257)] == [
         256,
@@ -134,7 +160,7 @@ def test_slots_take_what_is_left(k3, budget):
 
 
 def test_a_longer_prompt_takes_an_eighth_at_most(k3):
-    least, more = plan_k3(k3, budget="72.5GB"), plan_k3(k3, budget="96GB")
+    least, more = plan_k3(k3, budget="65.1GB"), plan_k3(k3, budget="96GB")
     assert least.prompt_tokens == 512 == least.block_tokens
     assert more.prompt_tokens % 512 == 0 and 512 < more.prompt_tokens < 32768
     extra = more.prompt_bytes - least.prompt_bytes
@@ -189,6 +215,15 @@ def test_constants_are_the_model_s():
     assert sizes.BLOCK_TOKENS == blocks.BLOCK_TOKENS
     assert sizes.PAIRS_AT_ONCE == bank.PAIRS_AT_ONCE
     assert latent_cache.STEP_ROWS == sizes.CACHE_STEP
+    assert latent_cache.BLOCK_ROWS == sizes.CACHE_BLOCK
+    assert latent_cache.GROUP == sizes.CACHE_GROUP
+    assert latent_cache.KV_BITS == sizes.KV_BITS
+    assert latent_attention.QUERY_BLOCK == sizes.QUERY_BLOCK
+    assert latent_attention.SCORE_BYTES == sizes.SCORE_BYTES
+    assert latent_attention.LEAST_TILE == sizes.LEAST_TILE
+    assert sizes.TILE_BYTES["cpu"] == latent_attention.CPU_TILE_BYTES
+    on_gpu = latent_attention.TILE_BYTES + latent_attention.PENDING_BYTES
+    assert {sizes.TILE_BYTES[device] for device in ("metal", "cuda")} == {on_gpu}
     assert sizes.KDA_CHUNK == kda_reference.CHUNK
     assert sizes.KDA_SCRATCH_BYTES == kda_reference.SCRATCH_BYTES
 
@@ -218,10 +253,12 @@ def test_weights_take_what_the_plan_says(loaded, name, trunk):
     assert plan.pool_bytes == experts
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_caches_take_what_the_plan_says(loaded, name):
+def test_caches_take_what_the_plan_says(loaded, name, bits):
     folder, model = loaded(name, "bf16")
-    plan = plan_folder(folder, None, context_tokens=300)
+    plan = plan_folder(folder, None, context_tokens=300, kv_bits=bits)
+    model.kv_bits = bits
     cache = model.make_cache()
     mx.eval(model(mx.arange(257)[None] % 64, cache=cache))
     states = sum(array.nbytes for c in cache if not isinstance(c, LatentCache) for array in c.cache)

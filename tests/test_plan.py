@@ -107,7 +107,7 @@ def test_a_prompt_reads_each_expert_once_a_pass(k3):
     assert touched_experts(k3, 0) == 0
     assert touched_experts(k3, 2) == pytest.approx(2 * one - 92 * 16 * 16 / 896)
     assert touched_experts(k3, 10**4) == pytest.approx(82_432)
-    plan, _, found = bounds(k3, 45e9, prompt_tokens=2 * 512 + 1)
+    plan, _, found = bounds(k3, 37e9, prompt_tokens=2 * 512 + 1)
     assert plan.prompt_tokens == 512
     touched = 2 * touched_experts(k3, 512) + one
     assert found.prefill_read_bytes == pytest.approx(touched * 17_547_264)
@@ -122,6 +122,12 @@ def test_kimi_k3_without_any_weights():
     assert found["cache_bytes_per_token"] == 27_648
     assert found["longest_context"]["tokens"] == 1 << 20
     assert found["longest_context"]["cache_bytes"] == 28_991_029_248
+    packed = found["longest_context"]["packed"]
+    assert packed["8"]["cache_bytes"] == (1 << 20) * 24 * 648
+    assert packed["4"]["cache_bytes"] == (1 << 20) * 24 * 360
+    saved = found["longest_context"]["cache_bytes"] - packed["8"]["cache_bytes"]
+    least = found["longest_context"]["minimum_bytes"]["q8"]
+    assert least - packed["8"]["minimum_bytes"] == saved
     assert set(TRUNKS) == set(PROFILES) == set(found["trunks"])
     plans = found["plans"]
     assert len(plans) == len(TRUNKS) * len(MACS.split(","))
@@ -149,11 +155,13 @@ def test_the_table(k3, monkeypatch):
     shown = run("kimi-k3", "--memory", "32GB,64GB,512GB")
     least = bounds(k3, None)[0].minimum_bytes
     assert f"Memory 32 GB: too little; trunk q4 works from {format_at_least(least)}" in shown
-    assert "Too large: q8, mxfp8, bf16" in shown
+    assert "Too large: q8, bf16" in shown
     assert "at 1,048,576 tokens, trunk q8: cache 29 GB" in shown
+    assert "  cache packed with --kv 8: 16.3 GB, from " in shown
     assert "25.8 GB" in shown and "27.6 KB" in shown
     rows = [line.split()[0] for line in shown.splitlines() if line.startswith(" ")]
-    assert rows == ["trunk", "q6*", "q4", "trunk", "q8", "mxfp8", "q6", "q4", "bf16"]
+    rows.remove("cache")
+    assert rows == ["trunk", "mxfp8*", "q6*", "q4", "trunk", "q8", "mxfp8", "q6", "q4", "bf16"]
     assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown
 
 

@@ -75,6 +75,13 @@ def _about(facts: dict[str, Any]) -> Iterator[str]:
         f"{format_bytes(longest['cache_bytes'])}, works from "
         f"{format_at_least(longest['minimum_bytes'][facts['trunk']])}"
     )
+    if longest["cache_bytes"]:
+        packed = (
+            f"--kv {bits}: {format_bytes(sizes['cache_bytes'])}, from "
+            f"{format_at_least(sizes['minimum_bytes'])}"
+            for bits, sizes in longest["packed"].items()
+        )
+        yield f"  cache packed with {'; '.join(packed)}"
 
 
 def _print_memory(console: Any, title: str, entries: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ from .sizes import Sizes, Trunk, stored_trunk
 
 DEFAULT_CONTEXT = 4096
 PROMPT_SHARE = 1 / 8  # of what slots could have, at most, for a longer prompt in one pass
+RESIDENT_PROMPT = 2048  # tokens in one pass where all experts are in memory, if there is room
 EXPANDED_SHARE = 1 / 8  # of the machine's memory, at most, for expanded experts on a CPU
 
 
@@ -29,6 +30,8 @@ class MemoryPlan:
 
     device: Device
     context_tokens: int
+    kv_bits: int | None
+    """Of a number in MLA's cache where that is packed."""
     prompt_tokens: int
     """Of a prompt that go through the layers together: each expert is read once for them."""
     block_tokens: int
@@ -129,6 +132,7 @@ def plan_folder(
     *,
     context_tokens: int = DEFAULT_CONTEXT,
     dtype: str | None = None,
+    kv_bits: int | None = None,
 ) -> MemoryPlan:
     """The plan for loading the converted ``folder`` on this machine.
 
@@ -137,6 +141,7 @@ def plan_folder(
         memory: see :func:`parse_memory`. The pool takes no more than this machine can spare.
         context_tokens: prompt and answers together.
         dtype: floats are recast to it, as :func:`mlx_k3.load` does.
+        kv_bits: MLA's cache is packed in so many bits.
 
     Raises:
         BudgetError: it cannot work; the message holds the arithmetic.
@@ -153,6 +158,7 @@ def plan_folder(
         budget_bytes=budget_bytes,
         device=machine.device(),
         dtype=dtype,
+        kv_bits=kv_bits,
         machine_bytes=machine.total_memory_bytes(),
         usable_bytes=machine.usable_memory_bytes(),
     )
@@ -183,6 +189,7 @@ def plan_memory(
     device: Device,
     packed_experts: bool = True,
     dtype: str | None = None,
+    kv_bits: int | None = None,
     machine_bytes: int | None = None,
     usable_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -197,13 +204,14 @@ def plan_memory(
         device: where it runs; a CPU computes in float32.
         packed_experts: whether they are quantized.
         dtype: floats are recast to it.
+        kv_bits: MLA's cache is packed in so many bits.
         machine_bytes, usable_bytes: what the machine has, and what the model may have of it at
             most. A budget beyond that is cut to it; experts that all fit are kept regardless.
 
     Raises:
         BudgetError: the budget is below the plan's minimum.
     """
-    sizes = Sizes(config, trunk, context_tokens, device, dtype)
+    sizes = Sizes(config, trunk, context_tokens, device, dtype, kv_bits)
     experts, k = sum(config.expert_counts), config.num_experts_per_token
     layer_slots = min(k, experts)
     resident_slot_bytes = slot_bytes if packed_experts else sizes.resident_expert_bytes(slot_bytes)
@@ -223,15 +231,18 @@ def plan_memory(
         slots = (spend_bytes - sizes.fixed_bytes(prompt_tokens)) // slot_bytes
         # Where float experts are wider in memory than in slots, slots for all may fit earlier.
         slots = min(slots, experts)
-    elif device == "cpu" and packed_experts and machine_bytes is not None:
-        wanted = experts * 3 * config.expert_dim * config.moe_intermediate_size * 4
-        limit = int(machine_bytes * EXPANDED_SHARE)
-        if spend_bytes is not None:
-            limit = min(limit, spend_bytes - resident_bytes)
-        expanded_bytes = wanted if wanted <= limit else 0
+    else:
+        room_bytes = math.inf if spend_bytes is None else spend_bytes - resident_bytes
+        if device == "cpu" and packed_experts and machine_bytes is not None:
+            wanted = experts * 3 * config.expert_dim * config.moe_intermediate_size * 4
+            limit = min(int(machine_bytes * EXPANDED_SHARE), room_bytes)
+            expanded_bytes = wanted if wanted <= limit else 0
+        room_bytes = min(room_bytes - expanded_bytes, sizes.prompt_bytes(RESIDENT_PROMPT))
+        prompt_tokens = min(prompt_tokens + sizes.more_tokens(room_bytes), RESIDENT_PROMPT)
     return MemoryPlan(
         device=device,
         context_tokens=sizes.context_tokens,
+        kv_bits=kv_bits,
         prompt_tokens=prompt_tokens,
         block_tokens=sizes.block_tokens,
         budget_bytes=budget_bytes,

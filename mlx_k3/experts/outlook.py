@@ -9,7 +9,7 @@ from ..config import K3Config
 from .budget import MemoryPlan, plan_memory
 from .estimate import Speeds, estimate, experts_that_fit, work_per_token
 from .machine import Device
-from .sizes import Trunk
+from .sizes import KV_BITS, Trunk
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,13 @@ class Subject:
     packed_experts: bool
     device: Device
 
-    def plan(self, trunk: str, context_tokens: int, memory: Memory | None = None) -> MemoryPlan:
+    def plan(
+        self,
+        trunk: str,
+        context_tokens: int,
+        memory: Memory | None = None,
+        kv_bits: int | None = None,
+    ) -> MemoryPlan:
         """The plan with one of the trunks; without a ``memory``, for an unlimited one."""
         return plan_memory(
             self.config,
@@ -43,6 +49,7 @@ class Subject:
             context_tokens=context_tokens,
             budget_bytes=memory and memory.budget_bytes,
             device=self.device,
+            kv_bits=kv_bits,
             machine_bytes=memory and memory.machine_bytes,
             usable_bytes=memory and memory.usable_bytes,
         )
@@ -62,7 +69,6 @@ def outlook(
     config = subject.config
     context_tokens = min(context_tokens, config.max_position_embeddings)
     unlimited = {name: subject.plan(name, context_tokens) for name in subject.trunks}
-    longest = {name: subject.plan(name, config.max_position_embeddings) for name in subject.trunks}
     default = next(iter(subject.trunks))
     base = unlimited[default]
     return {
@@ -87,16 +93,29 @@ def outlook(
             }
             for name, plan in unlimited.items()
         },
-        "longest_context": {
-            "tokens": config.max_position_embeddings,
-            "cache_bytes": longest[default].cache_bytes,
-            "minimum_bytes": {name: plan.minimum_bytes for name, plan in longest.items()},
-        },
+        "longest_context": _longest(subject),
         "plans": [
             _entry(subject, name, plan.minimum_bytes, memory, speeds, context_tokens, prompt_tokens)
             for memory in memories
             for name, plan in unlimited.items()
         ],
+    }
+
+
+def _longest(subject: Subject) -> dict[str, Any]:
+    """What a context of all tokens the model knows takes; ``packed`` by bits, for ``--kv``."""
+    tokens = subject.config.max_position_embeddings
+    default = next(iter(subject.trunks))
+    plans = {name: subject.plan(name, tokens) for name in subject.trunks}
+    packed = {bits: subject.plan(default, tokens, kv_bits=bits) for bits in KV_BITS}
+    return {
+        "tokens": tokens,
+        "cache_bytes": plans[default].cache_bytes,
+        "minimum_bytes": {name: plan.minimum_bytes for name, plan in plans.items()},
+        "packed": {
+            str(bits): {"cache_bytes": plan.cache_bytes, "minimum_bytes": plan.minimum_bytes}
+            for bits, plan in packed.items()
+        },
     }
 
 

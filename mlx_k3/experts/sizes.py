@@ -17,7 +17,14 @@ from .machine import Device
 
 # Of the model's code; a test compares them.
 BLOCK_TOKENS = 512  # of a prompt that attention and MLPs take at once
-CACHE_STEP = 256  # tokens by which mlx-lm's cache grows
+CACHE_STEP = 256  # tokens by which MLA's cache grows
+CACHE_BLOCK = 8192  # tokens of it that growing copies, at most
+KV_BITS = (8, 4)  # that a number of it can be packed in
+CACHE_GROUP = 32  # of a packed cache's numbers, with a scale and an offset together
+QUERY_BLOCK = 256
+SCORE_BYTES = 12
+LEAST_TILE = 64
+TILE_BYTES = {"cpu": 16 << 20, "metal": 192 << 20, "cuda": 192 << 20}  # a GPU's lie in a queue
 PAIRS_AT_ONCE = 1 << 14  # token-expert pairs that the experts take at once
 KDA_CHUNK = 64
 KDA_SCRATCH_BYTES = 256 << 20
@@ -81,9 +88,16 @@ class Sizes:
     """The parts of a plan that do not depend on the budget, in bytes."""
 
     def __init__(
-        self, config: K3Config, trunk: Trunk, context_tokens: int, device: Device, dtype: str | None
+        self,
+        config: K3Config,
+        trunk: Trunk,
+        context_tokens: int,
+        device: Device,
+        dtype: str | None,
+        kv_bits: int | None = None,
     ):
-        self._config, self._cpu = config, device == "cpu"
+        self._config, self._device, self._cpu = config, device, device == "cpu"
+        self._kv_bits = kv_bits
         self.context_tokens = min(context_tokens, config.max_position_embeddings)
         self.block_tokens = min(self.context_tokens, BLOCK_TOKENS)
         if dtype is None and self._cpu:
@@ -94,6 +108,7 @@ class Sizes:
         self.trunk_bytes = sum(loaded.values())
         self._load_bytes = _load_bytes(trunk, loaded)
         self._expanded = _expanded(config, trunk) if self._cpu else {}
+        self._packs_heads = any(name.endswith(".embed_q.scales") for name in trunk)
         # A CUDA device's memory holds arrays only.
         self.process_bytes = PROCESS_BYTES + config.vocab_size * PROCESS_BYTES_PER_TOKEN
         if device == "cuda":
@@ -122,7 +137,10 @@ class Sizes:
 
     @property
     def _latent_bytes(self) -> int:
-        return (self._config.kv_lora_rank + self._config.qk_rope_head_dim) * self._width
+        widths = self._config.kv_lora_rank, self._config.qk_rope_head_dim
+        if self._kv_bits is None:
+            return sum(widths) * self._width
+        return sum(-(-width // CACHE_GROUP) for width in widths) * (self._kv_bits + 1) * 4
 
     @property
     def _layer_cache_bytes(self) -> int:
@@ -133,15 +151,15 @@ class Sizes:
 
         The residual stream's blocks, twice where the running sum joins them; six vectors of the
         hidden width between a layer's steps; the router's scores; the experts' inputs, sums, and
-        outputs that are not added up yet; the attention mask.
+        outputs that are not added up yet.
         """
         c = self._config
         hidden = (2 * self._candidates + 6) * c.hidden_size * self._width
         if not c.moe_layers:
-            return tokens * (hidden + self.context_tokens)
+            return tokens * hidden
         experts = (c.num_experts_per_token + 1) * self._width + 4
         router = max(c.expert_counts) * 16
-        return tokens * (hidden + experts * c.expert_dim + router + self.context_tokens)
+        return tokens * (hidden + experts * c.expert_dim + router)
 
     @property
     def _candidates(self) -> int:
@@ -157,14 +175,22 @@ class Sizes:
         return most + self._kda_arrays() // 2 if self._cpu else most
 
     def _mla(self) -> int:
-        """Keys and values of the context, some copies of the queries, and scores, for a block."""
-        c, T, S = self._config, self.block_tokens, self.context_tokens
+        """For a block: some copies of queries and outputs, a tile of keys, and the cache's growth.
+
+        None of it depends on the context but where that is shorter than a tile or a block.
+        """
+        c, T = self._config, self.block_tokens
         if not self._mla_layers:
             return 0
-        q_dim, kv_dim = c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_nope_head_dim + c.v_head_dim
-        numbers = c.num_attention_heads * (S * kv_dim + 3 * T * q_dim + 2 * T * S)
-        growth = self._layer_cache_bytes
-        return numbers * self._width + growth + self._expand("g_proj", "q_b_proj", "o_proj")
+        H, rank, v = c.num_attention_heads, c.kv_lora_rank, c.v_head_dim
+        q_dim = c.qk_nope_head_dim + c.qk_rope_head_dim
+        vectors = H * T * (3 * (q_dim + v) * self._width + 3 * v * 4)
+        heads = H * rank * (c.qk_nope_head_dim + v) * self._width if self._packs_heads else 0
+        key = H * (min(T, QUERY_BLOCK) * SCORE_BYTES + (2 * q_dim + v) * self._width)
+        tile = min(max(TILE_BYTES[self._device], LEAST_TILE * key), self.context_tokens * key)
+        growth = min(self._layer_cache_bytes, CACHE_BLOCK * self._latent_bytes)
+        expansion = self._expand("g_proj", "q_b_proj", "o_proj")
+        return vectors + heads + tile + growth + expansion
 
     def _kda(self) -> int:
         c, T = self._config, self.block_tokens
