@@ -1,5 +1,7 @@
 """``mlx-k3 serve`` on the command line: what it refuses before a model is loaded."""
 
+import dataclasses
+import inspect
 import socket
 import sys
 
@@ -7,6 +9,8 @@ import pytest
 
 from mlx_k3 import nano
 from mlx_k3.cli import main
+from mlx_k3.cli.loading import Loading
+from mlx_k3.cli.serve import serve
 from mlx_k3.convert.stream import convert
 from mlx_k3.errors import K3Error
 from mlx_k3.loader import plan_load
@@ -51,6 +55,11 @@ def refused(monkeypatch, capsys):
 )
 def test_what_is_refused_at_once(refused, options, said):
     assert said in refused(*options)
+
+
+def test_it_loads_with_all_options_that_loading_has():
+    options = set(inspect.signature(serve).parameters)
+    assert {field.name for field in dataclasses.fields(Loading)} <= options
 
 
 def test_a_port_that_is_taken_is_told(refused):

@@ -17,8 +17,9 @@ import pytest
 
 from .support.server import KEY, MODEL, Server, ask, serving
 
-LONG = {"max_tokens": 1500, "logit_bias": {"1538": -100, "1540": -100, "1537": -100}}
-"""Nothing ends the answer of this request but its limit: some 10 seconds."""
+ENDLESS = {"logit_bias": {"1538": -100, "1540": -100, "1537": -100}}
+"""Nothing ends the answer of such a request but its limit."""
+LONG = {"max_tokens": 1500, **ENDLESS}
 
 
 SUM, RIGHT = "What is 47 + 85?", "47 + 85 = 132."
@@ -192,9 +193,12 @@ def test_a_full_queue_refuses_until_there_is_room():
 def test_sigterm_answers_first_what_was_accepted():
     with serving() as server, ThreadPoolExecutor(3) as clients:
         client = server.client(timeout=60)
-        asked = [clients.submit(ask, client, SUM) for _ in range(3)]
-        wait_for(lambda: server.figure("mlx_k3_queue_waiting") == 2, 10)
+        first = clients.submit(ask, client, "Hello!", max_tokens=200, **ENDLESS)
+        wait_for(lambda: server.figure("mlx_k3_running") == 1)
+        asked = [clients.submit(ask, client, SUM) for _ in range(2)]
+        wait_for(lambda: server.figure("mlx_k3_queue_waiting") == 2)
         assert server.end(signal.SIGTERM) == 0
+        assert first.result().usage.completion_tokens == 200
         for answer in asked:
             assert answer.result().choices[0].message.content == RIGHT
         with pytest.raises(openai.APIConnectionError):
