@@ -24,6 +24,7 @@ from .experts.lossy import Levers
 from .experts.offload import Offload
 from .experts.trace import TraceWriter
 from .models.kimi import Model
+from .models.latent_cache import KV_BITS
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -46,6 +47,7 @@ def load(
     *,
     memory: str | int | None = None,
     context_tokens: int = DEFAULT_CONTEXT,
+    kv_bits: int | None = None,
     trace: str | Path | None = None,
     policy: str = "lru",
     prefetch: bool = True,
@@ -60,6 +62,8 @@ def load(
             now), or None for all the model takes. Where the experts do not fit, they are fetched
             from the disk on demand; ``model.offload`` then is the :class:`~.experts.Offload`.
         context_tokens: prompt and answers the memory is planned for.
+        kv_bits: 8 or 4 packs what MLA layers keep of every token, in 56 or 31 % of bfloat16's
+            bytes; answers change a little. By default it is kept as computed.
         trace: record routing and reads in this file, for ``mlx-k3 trace``.
         policy: which expert leaves a full pool: ``"lru"`` or ``"lfu"``.
         prefetch: read what the next layer will probably choose ahead of time.
@@ -79,11 +83,12 @@ def load(
         CheckpointError: a file is missing, damaged, of another length than its header says, or
             the tensors are not this model's.
         UnsupportedError: the model is of another family, a trace or levers were asked for and no
-            expert is read on demand, or ``activations`` and the experts are not in MXFP4.
+            expert is read on demand, ``activations`` and the experts are not in MXFP4, or
+            ``kv_bits`` that there are not, or for a model without MLA layers.
         BudgetError: the memory does not suffice; the message holds the arithmetic.
     """
     folder = Path(path)
-    plan = plan_load(folder, memory, context_tokens=context_tokens, dtype=dtype)
+    plan = plan_load(folder, memory, context_tokens=context_tokens, dtype=dtype, kv_bits=kv_bits)
     if plan.resident and (trace is not None or levers is not None):
         raise UnsupportedError(
             f"{path} fits in memory as a whole, so there are no reads to trace or to avoid; "
@@ -99,7 +104,7 @@ def load(
         levers=levers,
         activations=activations,
     )
-    model.plan, model.prompt_tokens = plan, plan.prompt_tokens
+    model.plan, model.prompt_tokens, model.kv_bits = plan, plan.prompt_tokens, kv_bits
     if plan.expanded_bytes:
         for layer in model.config.moe_layers:
             bank = model.layers[layer].mlp.switch_mlp
@@ -114,6 +119,7 @@ def plan_load(
     *,
     context_tokens: int = DEFAULT_CONTEXT,
     dtype: str | None = None,
+    kv_bits: int | None = None,
 ) -> MemoryPlan:
     """What :func:`load` would do with these arguments; raises as it does, in a moment."""
     # Before the plan, which prices tensors: is this a folder that can be loaded at all?
@@ -122,7 +128,14 @@ def plan_load(
         raise CheckpointError(
             f"{path} is in the release's own format; convert it once: mlx-k3 convert {path} OUT"
         )
-    return plan_folder(path, memory, context_tokens=context_tokens, dtype=dtype)
+    if kv_bits is not None and kv_bits not in KV_BITS:
+        raise UnsupportedError(f"a cache of {kv_bits} bits: there are 8 and 4, or leave it out")
+    plan = plan_folder(path, memory, context_tokens=context_tokens, dtype=dtype, kv_bits=kv_bits)
+    if kv_bits is not None and not plan.cache_bytes:
+        raise UnsupportedError(
+            f"{path} has no MLA layer whose cache could be packed in {kv_bits} bits; leave it out"
+        )
+    return plan
 
 
 def assemble(

@@ -1,7 +1,7 @@
-"""What the generation loop does for a model whose experts come from the disk on demand.
+"""What the generation loop does for a model that was loaded into a budget of memory.
 
-Owns the size of a prompt's steps, progress inside a step, and what an answer has read. A model in
-memory needs none of this: everything here then does nothing.
+Owns the size of a prompt's steps, and for experts that come from the disk on demand, progress
+inside a step and what an answer has read.
 """
 
 import time
@@ -19,15 +19,15 @@ Progress = Callable[[int, int], None]
 def prompt_in_layers(model: Any, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Options for mlx-lm's loop: as much of a prompt goes through each layer as was planned for.
 
-    Every expert is then read once for all of these tokens, and a ``prompt_progress_callback`` is
-    called after every layer: a step can take minutes.
+    Experts on demand are then read once for all of these tokens, and a
+    ``prompt_progress_callback`` is called after every layer: a step can take minutes.
     """
     offload = getattr(model, "offload", None)
+    step = options.get("prefill_step_size") or getattr(model, "prompt_tokens", 2048)
+    options = {**options, "prefill_step_size": step}
     if offload is None:
         yield options
         return
-    step = options.get("prefill_step_size") or getattr(model, "prompt_tokens", 2048)
-    options = {**options, "prefill_step_size": step}
     callback = options.get("prompt_progress_callback")
     if callback is not None:
         progress = _LayerProgress(callback, len(offload.store.experts.layers), step)

@@ -52,6 +52,7 @@ def chat(
     drop_missed: loading.DropMissedOption = None,
     trace: loading.TraceOption = None,
     activations: loading.ActivationsOption = None,
+    kv: loading.KvOption = None,
 ) -> None:
     """Talk with a model.
 
@@ -78,7 +79,7 @@ def chat(
             option = "--no-thinking" if no_thinking else "--system"
             raise K3Error(f"{option}: the session {resume!r} has its own; leave it out")
     how = loading.Loading(
-        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations
+        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations, kv
     )
     folder = loading.model_folder(model)
     K3Config.from_file(folder)

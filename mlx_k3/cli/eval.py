@@ -56,6 +56,7 @@ def evaluate(
     drop_missed: loading.DropMissedOption = None,
     trace: loading.TraceOption = None,
     activations: loading.ActivationsOption = None,
+    kv: loading.KvOption = None,
 ) -> None:
     """Measure a model on tasks with known answers, and on texts.
 
@@ -75,7 +76,7 @@ def evaluate(
     from ..evaluation.accuracy import known_families
 
     how = loading.Loading(
-        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations
+        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations, kv
     )
     families = known_families(task or []) if task or not text else []
     texts = {str(path): _read(path) for path in text or []}

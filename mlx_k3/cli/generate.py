@@ -51,6 +51,7 @@ def generate(
     drop_missed: loading.DropMissedOption = None,
     trace: loading.TraceOption = None,
     activations: loading.ActivationsOption = None,
+    kv: loading.KvOption = None,
 ) -> None:
     """Answer a prompt.
 
@@ -73,7 +74,7 @@ def generate(
     """
     given = _read_prompt(prompt, ids, system, no_thinking, raw)
     how = loading.Loading(
-        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations
+        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations, kv
     )
     folder = loading.model_folder(model)
     config = K3Config.from_file(folder)

@@ -50,6 +50,13 @@ ContextOption = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+KvOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Keep MLA's cache in 8 or 4 bits: longer contexts fit. Lossy: answers change.",
+        metavar="BITS",
+    ),
+]
 PolicyOption = Annotated[
     str | None,
     typer.Option(
@@ -116,6 +123,7 @@ class Loading:
     drop_missed: float | None = None
     trace: Path | None = None
     activations: str | None = None
+    kv: int | None = None
 
     def __post_init__(self) -> None:
         from ..experts.policy import POLICIES
@@ -128,6 +136,8 @@ class Loading:
             raise K3Error(f"--policy {self.policy}: there are {' and '.join(POLICIES)}")
         if self.activations not in (None, "mxfp8"):
             raise K3Error(f"--activations {self.activations}: there is mxfp8")
+        if self.kv not in (None, 8, 4):
+            raise K3Error(f"--kv {self.kv}: there are 8 and 4")
         self.levers()
 
     def levers(self) -> "Levers | None":
@@ -184,7 +194,9 @@ def open_model(
     from ..loader import load, plan_load
 
     config = K3Config.from_file(folder)
-    context = {} if loading.context is None else {"context_tokens": parse_tokens(loading.context)}
+    context = {"kv_bits": loading.kv}
+    if loading.context is not None:
+        context["context_tokens"] = parse_tokens(loading.context)
     memory_bytes, plan = _plan(folder, loading.memory, context)
     kept_bytes = 0
     if keeps_prompts:
@@ -206,6 +218,8 @@ def open_model(
         )
         if loading.activations is not None:
             note("the experts read their inputs in MXFP8, as in K3's training")
+        if loading.kv is not None:
+            note(f"the cache of MLA layers is packed in {loading.kv} bits")
         model.kept_bytes = kept_bytes
         if model.offload is None:
             yield model, tokenizer
@@ -235,7 +249,7 @@ def bundled_model() -> Path:
 
 
 def _plan(
-    folder: Path, memory: str | None, context: dict[str, int]
+    folder: Path, memory: str | None, context: dict[str, int | None]
 ) -> tuple[int | None, "MemoryPlan"]:
     """The budget in bytes, and what it gives. Measured once, so that loading sees the same."""
     from ..experts import machine

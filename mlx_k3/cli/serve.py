@@ -85,6 +85,7 @@ def serve(
     drop_missed: loading.DropMissedOption = None,
     trace: loading.TraceOption = None,
     activations: loading.ActivationsOption = None,
+    kv: loading.KvOption = None,
 ) -> None:
     """Answer requests over HTTP, as OpenAI's API does.
 
@@ -103,7 +104,7 @@ def serve(
         MLX_K3_API_KEY=secret mlx-k3 serve ~/kimi-k3-mlx --host 0.0.0.0
     """
     how = loading.Loading(
-        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations
+        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations, kv
     )
     max_body_bytes = parse_bytes(max_body)
     if api_key == "":
