@@ -11,11 +11,13 @@ from mlx_k3.chat import xtml
 from mlx_k3.chat.constraint import Constraint, constrain
 from mlx_k3.chat.grammar import Wanted, reply_grammar
 from mlx_k3.chat.tokenizer import load_tokenizer
+from mlx_k3.convert.tokenizer import write_tokenizer
 from mlx_k3.errors import K3Error, UnsupportedError
 from mlx_k3.tasks.toolbox import CALCULATOR, CLOCK, CONVERT
 
 from .support.schemas import SCHEMAS
 from .support.tasks import drawn
+from .support.vocabulary import sample_texts, write_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +255,13 @@ def test_ids_that_the_tokenizer_lacks_are_never_allowed(tokenizer):
             },
             "no schema of an object",
         ),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"required": None}}}],
+                "tool_choice": "required",
+            },
+            "no schema of an object",
+        ),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(tokenizer, settings, message):
@@ -267,6 +276,23 @@ def test_a_broken_grammar_is_an_error(tokenizer):
     wanted = Wanted(None, "must", [{"name": 'say "so" & <|close|>'}])
     encode = lambda segments: xtml.encode(segments, tokenizer)  # noqa: E731
     assert Constraint(tokenizer, reply_grammar(wanted, True, encode))
+
+
+def test_a_format_that_is_a_template_has_json_alone(tmp_path):
+    names = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_middle|>"]
+    slots = {**dict(enumerate(names)), 254: "[UNK]", 255: "[PAD]"}
+    write_vocabulary(tmp_path, sample_texts(), 1000, slots)
+    (tmp_path / "out").mkdir()
+    write_tokenizer(tmp_path, tmp_path / "out")
+    templated = load_tokenizer(tmp_path / "out")
+    end = templated.convert_tokens_to_ids("<|im_end|>")
+    ids = templated.encode('{"a": 1}')
+    constraint = constrain(templated, response_format="json_object")
+    assert first_refused(constraint, [*ids, end]) is None
+    constraint = constrain(templated, response_format="json_object")
+    assert first_refused(constraint, [*ids[:-1], end]) == len(ids) - 1
+    with pytest.raises(UnsupportedError, match="tool calls cannot be enforced"):
+        constrain(templated, tools=[CLOCK], tool_choice="required")
 
 
 @pytest.mark.parametrize("thinking", [True, False])

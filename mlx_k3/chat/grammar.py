@@ -204,7 +204,8 @@ def _arguments(i: int, function: dict[str, Any], tags: _Tags) -> Iterator[str]:
     """Rules of one call's arguments: one by one, or a JSON block where a schema says more."""
     schema = {"type": "object", **(function.get("parameters") or {})}
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if schema["type"] != "object" or not isinstance(properties, dict):
+    is_object = schema["type"] == "object" and isinstance(properties, dict)
+    if not (is_object and isinstance(required, list)):
         raise K3Error(f"the parameters of {function['name']!r} are no schema of an object")
     values = {key: _value(value) for key, value in properties.items()}
     if set(schema) - _PLAIN_KEYS - _NOTES or None in values.values():
