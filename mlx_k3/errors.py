@@ -18,3 +18,7 @@ class BudgetError(K3Error):
 
 class UnsupportedError(K3Error):
     """A well-formed request or model that mlx-k3 does not implement."""
+
+
+class KernelError(K3Error):
+    """A GPU kernel does not compile or does not start on this device."""

@@ -6,7 +6,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_k3.kernels import attention_residual, residual_step, route, situ, using
+from mlx_k3.kernels import (
+    attention_residual,
+    gated_rms_norm,
+    residual_step,
+    route,
+    situ,
+    using,
+)
 
 from .support import cuda
 from .support.measure import relative_error
@@ -94,6 +101,22 @@ def test_attention_residual_with_scores_far_apart() -> None:
     assert mx.allclose(got[0], mx.full((64,), 2e3))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 32), (2, 5, 3, 64), (1, 3, 3, 128), (9, 96), (3, 256)])
+def test_gated_rms_norm(dtype, shape) -> None:
+    mx.random.seed(0)
+    x, gate = 3 * mx.random.normal(shape), (5 * mx.random.normal(shape)).astype(dtype)
+    assert_equal(gated_rms_norm, x, gate, mx.random.normal(shape[-1:]), 1e-5, dtype=dtype)
+
+
+def test_gated_rms_norm_at_the_ends() -> None:
+    """A row of zeros, gates that close and open, and a width that no kernel takes."""
+    x = mx.stack([mx.zeros((64,)), mx.full((64,), 1e4), mx.full((64,), 1e-6)])
+    gate = mx.broadcast_to(mx.array([-1e30, -100.0, 100.0, 1e30]), (3, 16, 4)).reshape(3, 64)
+    for D in (64, 33):
+        assert_equal(gated_rms_norm, x[:, :D], gate[:, :D], mx.ones((D,)), 1e-5, dtype=mx.float32)
+
+
 def by_index(indices: mx.array, weights: mx.array) -> tuple[np.ndarray, np.ndarray]:
     order = np.argsort(np.array(indices), axis=-1)
     return tuple(np.take_along_axis(np.array(x), order, -1) for x in (indices, weights))
@@ -175,6 +198,7 @@ OPERATIONS = {
         lambda *x: residual_step(*x, 1e-5),
         [(3, 5, 260), (3, 260), (3, 260), (260,), (260,)],
     ),
+    "gated_rms_norm": (lambda *x: gated_rms_norm(*x, 1e-5), [(3, 5, 64), (3, 5, 64), (64,)]),
     "route": (lambda x, b: route(x, mx.stop_gradient(b), 4, scale=2.0)[1:], [(3, 40), (40,)]),
 }
 

@@ -12,13 +12,14 @@ import pytest
 from .conftest import REPOSITORY
 
 # Any part may import itself and these, which import nothing of the package but each other.
-COMMON = {"errors", "units", "version"}
+COMMON = {"errors", "folders", "units", "version"}
 ALLOWED = {
     "": {"blas", "config", "chat", "loader"},
     "__main__": {"cli"},
     "blas": set(),
     "config": set(),
     "errors": set(),
+    "folders": set(),
     "units": set(),
     "version": set(),
     "checkpoint": {"config"},
@@ -40,7 +41,17 @@ ALLOWED = {
     | {"blas", "checkpoint", "config", "experts", "kernels", "nano", "tasks.talk"},
 }
 # These never load MLX, so that commands which need no arithmetic answer at once.
-WITHOUT_MLX = {"blas", "checkpoint", "config", "errors", "nano", "tasks", "units", "version"}
+WITHOUT_MLX = {
+    "blas",
+    "checkpoint",
+    "config",
+    "errors",
+    "folders",
+    "nano",
+    "tasks",
+    "units",
+    "version",
+}
 WITH_MLX_LM = {"chat", "evaluation", "loader", "models", "server"}
 
 

@@ -114,7 +114,7 @@ def test_prefill_in_pieces_equals_whole(model, expected, pieces):
 def test_prefill_in_blocks_equals_whole(model, expected, monkeypatch, block):
     ids = mx.concatenate([expected["input_ids"], expected["decode_ids"]], axis=1)
     want, cache = model(ids), model.make_cache()
-    for module in ("blocks", "kimi"):
+    for module in ("blocks", "kimi", "residual"):
         monkeypatch.setattr(f"mlx_k3.models.{module}.BLOCK_TOKENS", block)
     assert relative_error(model(ids[:, :30], cache=cache), want[:, :30]) < 1e-4
     assert relative_error(model(ids[:, 30:], cache=cache), want[:, 30:]) < 1e-4

@@ -7,6 +7,7 @@ takes another one for a while, to compare.
 
 from .attention_residual import attention_residual, residual_step
 from .build import backend, using
+from .gated_norm import gated_rms_norm
 from .host import sigmoid, silu, softmax
 from .kda import kda
 from .kda_reference import kda_log_decay, l2norm
@@ -18,6 +19,7 @@ from .situ import situ
 __all__ = [
     "attention_residual",
     "backend",
+    "gated_rms_norm",
     "kda",
     "kda_log_decay",
     "l2norm",

@@ -4,7 +4,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from .build import Kernel, backend
+from .build import Kernel
 from .gradient import differentiable
 
 MOST_CANDIDATES = 31  # one for each lane of a simd group, less one
@@ -32,7 +32,7 @@ def attention_residual(candidates: mx.array, weight: mx.array, eps: float) -> mx
     Returns:
         ``[..., D]`` in ``candidates``' dtype.
     """
-    if not _has_kernel(candidates):
+    if not has_kernel(*candidates.shape[-2:]):
         return attention_residual_reference(candidates, weight, eps)
     return _mix(eps)(candidates, weight)
 
@@ -59,7 +59,7 @@ def residual_step(
         The normalised mix of ``blocks`` and ``last + update``, and ``last + update``, both
         ``[..., D]`` in ``blocks``' dtype.
     """
-    if not _has_kernel(blocks):
+    if not has_kernel(*blocks.shape[-2:]):
         return residual_step_reference(blocks, last, update, weight, norm, eps)
     return _step(eps)(blocks, last, update, weight, norm)
 
@@ -88,9 +88,9 @@ def residual_step_reference(
     return mx.fast.rms_norm(mixed, norm, eps), total
 
 
-def _has_kernel(blocks: mx.array) -> bool:
-    M, D = blocks.shape[-2:]
-    return backend() != "reference" and M <= MOST_CANDIDATES and D >= LEAST_WIDTH
+def has_kernel(M: int, D: int) -> bool:
+    """Whether ``M`` arrays of width ``D`` are mixed by the kernel here."""
+    return _KERNEL.runs and M <= MOST_CANDIDATES and D >= LEAST_WIDTH
 
 
 @cache

@@ -16,6 +16,9 @@ from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
+from ..errors import KernelError
+from .verdicts import refused
+
 Backend = Literal["metal", "cuda", "reference"]
 Output = tuple[Sequence[int], mx.Dtype]
 
@@ -113,6 +116,11 @@ class Kernel:
     needs: tuple[str, ...] = ()
     folder: Path = SOURCE
 
+    @property
+    def runs(self) -> bool:
+        """Whether it is to be used: there is a GPU, and doctor found nothing wrong with it."""
+        return backend() != "reference" and self.name not in refused()
+
     def parts(self) -> tuple[str, str]:
         """The helpers and the body in the kernel's file."""
         helpers, _, body = _read(self.folder / f"{self.name}.h").partition("\nKERNEL {\n")
@@ -139,6 +147,9 @@ class Kernel:
             threads: of a group, a multiple of 32; ``GROUP_SIZE`` to the body.
             template: integers, booleans and types the body is compiled for.
             constants: float32 values it is compiled with.
+
+        Raises:
+            KernelError: it does not compile, or the device has not what it asks for.
         """
         if len(inputs) != len(self.inputs) or len(outputs) != len(self.outputs) or threads % SIMD:
             raise ValueError(f"kernel {self.name}: wrong number of inputs, outputs or threads")
@@ -155,17 +166,48 @@ class Kernel:
 
 
 def _on_metal(launch: Launch) -> list[mx.array]:
-    return _compiled(mx.fast.metal_kernel, launch.kernel, launch.text("metal"))(
-        **launch.arguments()
-    )
+    return _run(mx.fast.metal_kernel, launch, launch.text("metal"))
 
 
 def _on_cuda(launch: Launch) -> list[mx.array]:
-    return _compiled(mx.fast.cuda_kernel, launch.kernel, launch.text("cuda"))(**launch.arguments())
+    return _run(mx.fast.cuda_kernel, launch, launch.text("cuda"))
 
 
 # How each backend runs a kernel. The reference has none: who asks for it does not get here.
 LAUNCHERS: dict[str, Callable[[Launch], list[mx.array]]] = {"metal": _on_metal, "cuda": _on_cuda}
+
+_tried: set[tuple] = set()  # texts and template arguments that ran once
+
+
+def _run(factory: Callable, launch: Launch, text: Text) -> list[mx.array]:
+    outputs = _compiled(factory, launch.kernel, text)(**launch.arguments())
+    key = text.name, launch.template
+    if key not in _tried and _can_evaluate(launch.inputs):
+        # MLX compiles when it evaluates, wherever that is; here it is known which kernel fails.
+        try:
+            mx.eval(outputs)
+        except RuntimeError as e:
+            raise KernelError(
+                f"the GPU kernel {launch.kernel.name} does not run here ({_gist(str(e))}); mlx-k3 "
+                "doctor tries all kernels and has plain operations take the place of such"
+            ) from e
+        _tried.add(key)
+    return outputs
+
+
+def _can_evaluate(inputs: Sequence[mx.array]) -> bool:
+    """Evaluates ``inputs``; False inside ``mx.compile`` and ``mx.vmap``, which trace only."""
+    try:
+        mx.eval(*inputs)
+    except ValueError:
+        return False
+    return True
+
+
+def _gist(message: str) -> str:
+    """The line of a compiler's message that names the error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .build import SOURCE, Kernel, backend
+from .build import SOURCE, Kernel
 from .mxfp8 import mxfp8_round
 from .situ import situ
 
@@ -93,14 +93,18 @@ def mxfp4_experts(
     Returns:
         ``[..., D]`` in ``z``'s dtype.
     """
-    form = mxfp4_experts_reference if backend() == "reference" else _by_kernels
+    form = _by_kernels if _run_here() else mxfp4_experts_reference
     how = {"beta": beta, "linear_beta": linear_beta, "mxfp8": mxfp8}
     return form(z, indices, weights, gate, up, down, **how)
 
 
 def mxfp4_experts_pay(tokens: int) -> bool:
     """Whether :func:`mxfp4_experts` is the fast way for so many tokens."""
-    return backend() != "reference" and tokens <= MOST_TOKENS
+    return _run_here() and tokens <= MOST_TOKENS
+
+
+def _run_here() -> bool:
+    return _GATE_UP.runs and _DOWN.runs
 
 
 def mxfp4_experts_reference(

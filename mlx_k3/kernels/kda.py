@@ -6,7 +6,7 @@ Knows nothing of the layer around it; ``kda_decode.py`` has the whole layer for 
 
 import mlx.core as mx
 
-from .build import Kernel, backend
+from .build import Kernel
 from .gradient import differentiable
 from .kda_reference import kda_chunked, kda_step
 
@@ -57,7 +57,7 @@ def kda(
     """
     B, _, H, K = q.shape
     V = v.shape[-1]
-    if backend() == "reference" or K != V or K not in WIDTHS:
+    if not (_CHUNKS.runs and _STATES.runs) or K != V or K not in WIDTHS:
         return plain_kda(q, k, v, log_decay, beta, state, mask)
     if state is None:
         state = mx.zeros((B, H, V, K), mx.float32)

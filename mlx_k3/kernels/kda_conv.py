@@ -5,7 +5,7 @@ Owns the convolution with the norm that follows it, one kernel on a GPU. Knows n
 
 import mlx.core as mx
 
-from .build import Kernel, backend
+from .build import Kernel
 from .gradient import differentiable
 from .kda import WIDTHS, no_mask
 from .kda_reference import l2norm
@@ -44,7 +44,7 @@ def kda_conv(
         or in ``qkv``'s dtype where the kernel runs; and the new ``state`` of the convolution.
     """
     B, _, C = qkv.shape
-    if backend() == "reference" or C // (3 * num_heads) not in WIDTHS:
+    if not _KERNEL.runs or C // (3 * num_heads) not in WIDTHS:
         return kda_conv_reference(qkv, weight, state, num_heads, mask, lengths)
     if state is None:
         state = mx.zeros((B, weight.shape[-1] - 1, C), qkv.dtype)

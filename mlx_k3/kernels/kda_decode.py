@@ -6,7 +6,8 @@ takes the place of some twenty operations. Knows nothing of prefill and of rows 
 
 import mlx.core as mx
 
-from .build import Kernel, backend
+from .build import Kernel
+from .gated_norm import gated_rms_norm_reference
 from .kda import WIDTHS, no_mask, plain_kda
 from .kda_conv import L2_EPS, kda_conv_reference
 from .kda_reference import kda_log_decay
@@ -63,10 +64,14 @@ def kda_decode(
         tokens, and the new ``conv_state`` and ``state``.
     """
     inputs = (qkv, conv_state, conv_weight, a, A_log, dt_bias, b, g, o_norm, state)
-    fused = backend() != "reference" and o_norm.size in WIDTHS
-    return (_fused if fused else kda_decode_reference)(
+    return (_fused if has_kernel(o_norm.size) else kda_decode_reference)(
         *inputs, lower_bound=lower_bound, eps=eps, mask=mask
     )
+
+
+def has_kernel(D: int) -> bool:
+    """Whether heads of width ``D`` take the kernel here."""
+    return _KERNEL.runs and D in WIDTHS
 
 
 def kda_decode_reference(
@@ -97,8 +102,7 @@ def kda_decode_reference(
         state,
         mask,
     )
-    gate = mx.sigmoid(g.reshape(B, T, H, D).astype(mx.float32))
-    y = mx.fast.rms_norm(output, o_norm.astype(mx.float32), eps) * gate
+    y = gated_rms_norm_reference(output, g.reshape(B, T, H, D), o_norm, eps)
     return y.reshape(B, T, H * D).astype(qkv.dtype), conv_state, state
 
 

@@ -4,7 +4,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from .build import Kernel, backend
+from .build import Kernel
 
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 32
@@ -43,7 +43,7 @@ def route(
         Indices ``[..., top_k]`` uint32 in no particular order, weights ``[..., top_k]`` float32.
     """
     sizes_fit = top_k <= MOST_CHOSEN and logits.shape[-1] <= MOST_EXPERTS
-    if backend() != "reference" and activation == "sigmoid" and n_group == 1 and sizes_fit:
+    if _KERNEL.runs and activation == "sigmoid" and n_group == 1 and sizes_fit:
         return _by_kernel(top_k, renormalize, scale)(logits, correction_bias)
     scores = _scores(logits, activation)
     choice = scores + correction_bias.astype(mx.float32)

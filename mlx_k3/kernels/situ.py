@@ -5,7 +5,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from .build import Kernel, backend
+from .build import Kernel
 from .gradient import differentiable
 from .host import on_host
 
@@ -28,7 +28,7 @@ def situ(
     ``gate`` and ``up`` have the same shape; without a ``linear_beta``, ``up`` is used as it is.
     The result has ``up``'s dtype. ``use_host`` is :func:`~.host.on_host`'s.
     """
-    if backend() != "reference":
+    if _KERNEL.runs:
         return _by_kernel(beta, linear_beta)(gate, up)
     f = _situ(beta, linear_beta)
     y = f(gate.astype(mx.float32), up.astype(mx.float32), use_host=use_host)

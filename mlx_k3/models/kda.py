@@ -5,9 +5,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..config import K3Config
-from ..kernels import backend, kda, kda_log_decay, sigmoid
+from ..kernels import gated_rms_norm, kda, kda_log_decay
 from ..kernels.kda_conv import kda_conv
-from ..kernels.kda_decode import MOST_TOKENS, kda_decode
+from ..kernels.kda_decode import MOST_TOKENS, has_kernel, kda_decode
 from .layers import Linear
 
 
@@ -46,7 +46,8 @@ class KimiDeltaAttention(nn.Module):
         """``[B, T, hidden]`` -> ``[B, T, hidden]``; ``mask [B, T]`` is False at padding."""
         B, T, _ = x.shape
         lengths = None if cache is None else cache.lengths
-        if cache is not None and lengths is None and T <= MOST_TOKENS and backend() != "reference":
+        few = cache is not None and lengths is None and T <= MOST_TOKENS
+        if few and has_kernel(self.head_dim):
             return self._few_tokens(x, mask, cache)
         heads = (B, T, self.num_heads, self.head_dim)
         conv_state, state = (None, None) if cache is None else (cache[0], cache[1])
@@ -70,9 +71,9 @@ class KimiDeltaAttention(nn.Module):
             cache[0], cache[1] = conv_state, state
             cache.advance(T)
 
-        gate = sigmoid(self._output_gate(x).reshape(heads).astype(mx.float32))
-        output = self.o_norm(output) * gate
-        return self.o_proj(output.reshape(B, T, -1).astype(x.dtype))
+        gate = self._output_gate(x).reshape(heads)
+        output = gated_rms_norm(output, gate, self.o_norm.weight, self.o_norm.eps)
+        return self.o_proj(output.reshape(B, T, -1))
 
     def _few_tokens(self, x: mx.array, mask: mx.array | None, cache: ArraysCache) -> mx.array:
         """:meth:`__call__` with all between the projections in one kernel."""

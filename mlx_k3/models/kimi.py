@@ -50,11 +50,11 @@ class DecoderLayer(nn.Module):
 
         ``mask [B, T]`` is False at padding, for KDA; MLA's cache knows where a text begins.
         """
-        x = self.input_layernorm(stream.mix(self.get("self_attention_res")))
+        x = stream.read(self.get("self_attention_res"), self.input_layernorm)
         if self.starts_block:
             stream.start_block()
         stream.add(self._attend(x, mask, cache))
-        stream.add(self.mlp(self.post_attention_layernorm(stream.mix(self.get("mlp_res")))))
+        stream.add(self.mlp(stream.read(self.get("mlp_res"), self.post_attention_layernorm)))
 
     def _attend(self, x, mask, cache):
         """Attention; a long prompt continues its own cache block by block."""
@@ -98,7 +98,7 @@ class KimiModel(nn.Module):
         stream = ResidualStream(x, self.eps)
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             layer(stream, padding, layer_cache)
-        return self.norm(stream.mix(self.get("output_attn_res")))
+        return stream.read(self.get("output_attn_res"), self.norm)
 
 
 class Model(nn.Module):

@@ -5,12 +5,12 @@ Owns where it lies and its converted copy in the user's cache. Its weights are r
 
 import hashlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import K3Error
+from ..folders import cache_folder
 from ..version import __version__
 
 Progress = Callable[[int, int, str], None]
@@ -58,13 +58,6 @@ def converted(progress: Progress | None = None) -> Path:
                 if not folder.is_dir():  # Else another process was faster: the same bytes.
                     raise
     return folder
-
-
-def cache_folder() -> Path:
-    """Where this package may keep what it can make again."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mlx-k3"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-k3"
 
 
 def _folder() -> Path:
