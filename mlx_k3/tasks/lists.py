@@ -199,10 +199,10 @@ def _make_extreme(rng: random.Random) -> Example:
 
 
 FAMILIES = (
-    Family("copy", 6, _make_copy, same_text),
+    Family("copy", 8, _make_copy, same_text),
     Family("reverse", 2.5, _make_reverse, same_text),
-    Family("sort", 8, _make_sort, same_text),
+    Family("sort", 9, _make_sort, same_text),
     Family("count", 2.5, _make_count, same_text),
-    Family("letters", 4, _make_letters, same_text),
+    Family("letters", 3.5, _make_letters, same_text),
     Family("extreme", 2.5, _make_extreme, same_text),
 )

@@ -90,8 +90,8 @@ def _make_long(rng: random.Random) -> Example:
 
 
 FAMILIES = (
-    Family("recall", 6, _make_500, same_text),
-    Family("recall_short", 7, _make_short, same_text),
+    Family("recall", 7, _make_500, same_text),
+    Family("recall_short", 9, _make_short, same_text),
     Family("recall_medium", 5, _make_medium, same_text),
     Family("recall_long", 1.5, _make_long, same_text),
 )
