@@ -29,7 +29,7 @@ ALLOWED = {
     "loader": {"models", "experts", "checkpoint", "config"} | {"chat.tokenizer", "convert.source"},
     "convert": {"checkpoint", "config"},
     "convert.prune": {"loader"},
-    "chat": {"loader", "models", "config", "checkpoint", "experts.usage"},
+    "chat": {"loader", "media", "models", "config", "checkpoint", "experts.usage"},
     "media": {"config"},
     "nano": {"convert"},
     "tasks": set(),
@@ -37,7 +37,7 @@ ALLOWED = {
     "training": {"loader", "models", "kernels", "config", "chat", "checkpoint", "tasks"}
     | {"convert.tokenizer"},
     "server": {"loader", "chat", "media", "config"},
-    "cli": {"server", "chat", "convert", "evaluation", "training", "loader"}
+    "cli": {"server", "chat", "convert", "evaluation", "training", "loader", "media"}
     | {"blas", "checkpoint", "config", "experts", "kernels", "nano", "tasks.talk"},
 }
 # These never load MLX, so that commands which need no arithmetic answer at once.

@@ -1,1 +1,1 @@
-"""Pictures and films on their way to the model: opened, sized, and put in their places."""
+"""Pictures and video, from files to what the vision tower reads. Needs the ``vision`` extra."""
