@@ -1,4 +1,5 @@
-"""``config.json`` as the rest of mlx-k3 reads it: one frozen :class:`K3Config`.
+"""``config.json`` as the rest of mlx-k3 reads it: a frozen :class:`K3Config`; of the vision tower
+a :class:`VisionConfig`.
 
 Covers the family: Kimi K3, Kimi Linear, and pruned builds of either. The release counts layers
 from 1; they become 0-based here and nowhere else.
@@ -13,6 +14,21 @@ from .errors import CheckpointError, UnsupportedError
 
 # Which file format each model type comes in; mlx-lm names its model files the same way.
 MODEL_TYPES = ("kimi_k3", "kimi_linear")
+
+# The one tower that there is, where ``vision_config`` leaves a choice.
+_TOWER = {
+    "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": False,
+    "linear_bias": False,
+    "merge_type": "sd2_tpool",
+    "mlp_type": "mlp2",
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "patch_embed_proj_bias": False,
+    "pos_emb_interpolation_mode": "bilinear",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+}
 
 _PARTITION = "kda_layers and full_attn_layers must name every layer from 1 to {} exactly once"
 
@@ -218,6 +234,52 @@ class K3Config:
     def weight_prefix(self) -> str:
         """What the text model's tensor names start with before ``model.`` or ``lm_head.``."""
         return "language_model." if self.model_type == "kimi_k3" else ""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower's sizes. Names follow the release's ``vision_config``."""
+
+    patch_size: int
+    vt_num_hidden_layers: int
+    vt_hidden_size: int
+    qkv_hidden_size: int
+    vt_num_attention_heads: int
+    vt_intermediate_size: int
+    init_pos_emb_height: int
+    init_pos_emb_width: int
+    init_pos_emb_time: int
+    text_hidden_size: int
+    projector_ln_eps: float
+    merge_kernel_size: tuple[int, int]
+
+    @classmethod
+    def from_dict(cls, vision: dict[str, Any]) -> "VisionConfig":
+        """The tower that a ``config.json`` describes.
+
+        Raises:
+            CheckpointError: a size is missing or makes no sense.
+            UnsupportedError: a variant this package does not implement.
+        """
+        for name, known in _TOWER.items():
+            if vision.get(name, known) != known:
+                raise UnsupportedError(
+                    f"config.json: vision_config: {name} {vision[name]!r} is not implemented"
+                )
+        try:
+            rows, columns = vision["merge_kernel_size"]
+            sizes = {f.name: f.type(vision[f.name]) for f in fields(cls)[:-1]}
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"config.json: vision_config: {e} is missing or wrong") from None
+        config = cls(**sizes, merge_kernel_size=(int(rows), int(columns)))
+        if wrong := [name for name, size in sizes.items() if size <= 0]:
+            raise CheckpointError(f"config.json: vision_config: {wrong[0]} is {sizes[wrong[0]]}")
+        if config.qkv_hidden_size % (4 * config.vt_num_attention_heads):
+            raise CheckpointError(
+                "config.json: vision_config: heads must be a multiple of 4 wide; "
+                f"{config.qkv_hidden_size} over {config.vt_num_attention_heads} are not"
+            )
+        return config
 
 
 def _first(text: dict[str, Any], name: str, other: str) -> Any:

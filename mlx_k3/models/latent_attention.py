@@ -10,11 +10,10 @@ softmax, its maximum and its sums in float32, joins the tiles.
 import mlx.core as mx
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
-from ..kernels import softmax
-from ..kernels.host import exp
 from ..kernels.quantized import expanding_pays
 from .latent_cache import Latents
 from .layers import dense_weight
+from .running_softmax import RunningSoftmax, Softmax
 
 TILE_BYTES = 64 << 20  # of what is made for a tile of keys
 CPU_TILE_BYTES = 16 << 20  # what a processor's caches hold, more or less
@@ -50,7 +49,7 @@ def latent_attention(
     most_bytes = CPU_TILE_BYTES if mx.default_device() == mx.cpu else TILE_BYTES
     tile = max(most_bytes // key_bytes // LEAST_TILE, 1) * LEAST_TILE
     in_one = len(latents.blocks) == 1 and tile >= S
-    sums = [_Softmax() if in_one else _RunningSoftmax() for _ in blocks]
+    sums = [Softmax() if in_one else RunningSoftmax() for _ in blocks]
     queries = [way.queries(rows) for rows in blocks]
     pending = 0
     for start, latent, key in latents.tiles(tile):
@@ -147,55 +146,6 @@ class _Expanded:
 
     def output(self, y):
         return y
-
-
-class _Softmax:
-    """For scores that come all at once."""
-
-    def weights(self, scores):
-        return softmax(scores)
-
-    def add(self, y):
-        self.arrays = [y]
-
-    def result(self):
-        return self.arrays[0]
-
-
-class _RunningSoftmax:
-    """For scores that come tile by tile: all is kept relative to the highest score so far."""
-
-    def __init__(self):
-        self._top = self._total = self._y = None
-
-    @property
-    def arrays(self):
-        return [x for x in (self._top, self._total, self._y) if x is not None]
-
-    def weights(self, scores):
-        top = scores.max(-1, keepdims=True)
-        if self._top is not None:
-            top = mx.maximum(top, self._top)
-            fading = mx.exp(self._top - top)
-            self._total, self._y = self._total * fading, self._y * fading
-        weights = exp(scores - top)
-        total = _sum(weights)
-        self._top, self._total = top, total if self._total is None else self._total + total
-        return weights
-
-    def add(self, y):
-        y = y.astype(mx.float32)
-        self._y = y if self._y is None else self._y + y
-
-    def result(self):
-        return self._y / self._total
-
-
-def _sum(x: mx.array) -> mx.array:
-    """Over the last axis, which stays; on a CPU by BLAS, for MLX adds one after the other there."""
-    if mx.default_device() == mx.cpu:
-        return x @ mx.ones((x.shape[-1], 1), x.dtype)
-    return x.sum(-1, keepdims=True)
 
 
 def hide(scores: mx.array, query: int, key: int, starts: mx.array | None) -> mx.array:
