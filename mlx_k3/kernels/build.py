@@ -108,6 +108,7 @@ class Kernel:
 
     ``inputs`` and ``outputs`` name the pointers its body sees, in order; ``needs`` the parts of the
     dialect beyond the prelude, such as ``"mma"`` of ``mma.metal.h`` and ``mma.cuda.h``.
+    ``shared_bytes`` is what the group shares beyond its arrays, for kernels of CUDA alone.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Kernel:
     outputs: tuple[str, ...]
     needs: tuple[str, ...] = ()
     folder: Path = SOURCE
+    shared_bytes: int = 0
 
     @property
     def runs(self) -> bool:
@@ -212,12 +214,14 @@ def _gist(message: str) -> str:
 
 @cache
 def _compiled(factory: Callable, kernel: Kernel, text: Text) -> Callable[..., list[mx.array]]:
+    more = {"shared_memory": kernel.shared_bytes} if kernel.shared_bytes else {}
     return factory(
         name=text.name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         header=text.header,
         source=text.body,
+        **more,
     )
 
 
