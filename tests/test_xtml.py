@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from mlx_k3.chat.tokenizer import load_tokenizer
 from mlx_k3.chat.xtml_parser import Event, ReplyParser, parse_conversation
 from mlx_k3.convert.tokenizer import write_tokenizer
 from mlx_k3.errors import K3Error, UnsupportedError
+from mlx_k3.media.attachments import Attachment, Place
 
 from .support.vocabulary import CONTROL_SLOTS, sample_texts, write_vocabulary
 
@@ -176,18 +178,57 @@ def test_without_thinking_no_channel_of_it_appears():
     assert text.endswith('<|open|>message role="assistant"<|sep|><|open|>response<|sep|>')
 
 
-def test_an_image_has_one_place_between_its_markers(tokenizer):
-    parts = [{"type": "text", "text": "See:"}, {"type": "image"}, {"type": "text", "text": "!"}]
+def attached(*places: tuple[str, str, list[int]]) -> Attachment:
+    """Stands for an opened picture or film; a place is a text, a label and ids."""
+    return Attachment(
+        "image", tuple(Place(a, b, SimpleNamespace(ids=ids)) for a, b, ids in places), dict
+    )
+
+
+def test_an_image_has_an_id_for_each_vector_between_its_markers(tokenizer):
+    image = {"type": "image", "attachment": attached(("", "image 640x480", [-5, -6, -7]))}
+    parts = [{"type": "text", "text": "See:"}, image, {"type": "text", "text": "!"}]
     message = {"role": "user", "content": parts}
-    rendered = xtml.render([message], image_sizes=[(640, 480)], add_generation_prompt=False)
+    rendered = xtml.render([message], add_generation_prompt=False)
     assert "".join(s.text for s in rendered.messages[0]) == (
         '<|open|>message role="user"<|sep|>See:<|media_begin|>image 640x480<|media_content|>'
         "<|media_pad|><|media_end|>!<|close|>message<|sep|><|end_of_msg|>"
     )
     ids = xtml.encode(rendered.segments, tokenizer)
-    assert ids.count(tokenizer.convert_tokens_to_ids("<|media_pad|>")) == 1
-    read = parse_conversation(ids, tokenizer.table)[-1]
+    pad = tokenizer.convert_tokens_to_ids("<|media_pad|>")
+    assert pad not in ids
+    at = ids.index(-5)
+    assert ids[at : at + 3] == [-5, -6, -7]
+    plain = [*ids[:at], pad, *ids[at + 3 :]]
+    assert tokenizer.decode(plain) == "".join(s.text for s in rendered.segments)
+    read = parse_conversation(plain, tokenizer.table)[-1]
     assert read["content"] == [parts[0], {"type": "image", "width": 640, "height": 480}, parts[2]]
+
+
+def test_a_clip_has_its_time_before_it():
+    clips = attached(("00:00:00.000", "video", [-1]), ("00:00:00.500", "video", [-2]))
+    message = {"role": "user", "content": [{"type": "video", "attachment": clips}]}
+    text = "".join(s.text for s in xtml.render([message]).messages[0])
+    clip = "<|media_begin|>video<|media_content|><|media_pad|><|media_end|>"
+    assert f"<|sep|>00:00:00.000{clip}00:00:00.500{clip}<|close|>" in text
+
+
+def test_pictures_of_tool_results_go_where_the_results_go(tokenizer):
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": name,
+            "content": [{"type": "image", "attachment": attached(("", f"image {n}x1", [-n]))}],
+        }
+        for name, n in (("b", 2), ("a", 1))
+    ]
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        for name in ("a", "b")
+    ]
+    conversation = [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    ids = xtml.encode(xtml.render(conversation).segments, tokenizer)
+    assert [i for i in ids if i < 0] == [-1, -2]
 
 
 @settings(max_examples=300, deadline=None)
@@ -285,8 +326,7 @@ def test_results_that_answer_no_call_stay_in_their_order():
         ([{"role": "developer", "content": "x"}], {}, "role 'developer'"),
         ([{"role": "user", "content": 3}], {}, "content is a int"),
         ([{"role": "user", "content": [{"type": "audio"}]}], {}, "type 'audio'"),
-        ([{"role": "user", "content": [{"type": "image"}]}], {}, "no image was given"),
-        ([{"role": "user", "content": "x"}], {"image_sizes": [(1, 1)]}, "1 more image"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {}, "no picture for it was given"),
         ([{"role": "tool", "content": "x"}], {}, "answers no call"),
         ([{"role": "assistant", "tool_calls": [{}]}], {}, "no function name"),
         (

@@ -3,7 +3,7 @@
 Owns the layout: tags, channels, and the system messages that declare tools and settings. A
 conversation becomes segments, each either a control token or ordinary text, and is encoded
 segment by segment: nothing a person, a tool or a model writes can become a control token.
-:mod:`mlx_k3.chat.xtml_parser` reads it back. Knows no model and no images' pixels.
+:mod:`mlx_k3.chat.xtml_parser` reads it back. Knows no model, and of pictures only their places.
 """
 
 import json
@@ -17,6 +17,8 @@ OPEN, CLOSE, SEP, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 MARKERS = (OPEN, CLOSE, SEP, END)
 MEDIA = ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
 EFFORTS = ("low", "high", "max")
+# Types of content parts that are no text, in the forms in use.
+MEDIA_PARTS = ("image", "image_url", "video", "video_url")
 
 _TOOLS = "# Tools\nHere are the available tools, described in JSONSchema."
 _MORE_TOOLS = (
@@ -42,10 +44,14 @@ _SCHEMA = "\nThe JSON data must match the following schema:\n```json\n{}\n```"
 
 
 class Segment(NamedTuple):
-    """A control token by its name, or a piece of ordinary text that is encoded on its own."""
+    """A control token by its name, or a piece of ordinary text that is encoded on its own.
+
+    ``ids`` of a picture stand in the place of its pad.
+    """
 
     text: str
     is_control: bool
+    ids: Sequence[int] = ()
 
 
 class Rendered(NamedTuple):
@@ -65,10 +71,15 @@ class Rendered(NamedTuple):
 
 
 def encode(segments: Iterable[Segment], tokenizer: Any) -> list[int]:
-    """Token ids. Control segments become their one id, all other text ordinary ids only."""
+    """Token ids. Control segments become their one id, all other text ordinary ids only.
+
+    A picture has an id for each of its vectors; see :attr:`mlx_k3.media.medium.Medium.ids`.
+    """
     ids: list[int] = []
-    for text, is_control in segments:
-        if is_control:
+    for text, is_control, given in segments:
+        if given:
+            ids += given
+        elif is_control:
             ids.append(tokenizer.convert_tokens_to_ids(text))
         elif text:
             ids += encode_text(text, tokenizer)
@@ -89,23 +100,21 @@ def render(
     thinking_effort: str | None = "max",
     tool_choice: str | None = None,
     response_format: dict[str, Any] | str | None = None,
-    image_sizes: Sequence[tuple[int, int]] = (),
     add_generation_prompt: bool = True,
 ) -> Rendered:
     """Lay out a conversation.
 
     ``messages`` are OpenAI-style dicts with ``role`` user, system, assistant or tool. ``content``
-    is text or a list of parts; an image part takes the next (width, height) of ``image_sizes``.
-    An assistant message may hold ``reasoning_content`` and ``tool_calls``. Without ``thinking``
-    no think channel appears anywhere. The prompt ends with an open think or response channel.
+    is text or a list of parts; of a picture or film, ``part["attachment"]`` is the opened
+    :class:`~mlx_k3.media.attachments.Attachment`. An assistant message may hold
+    ``reasoning_content`` and ``tool_calls``. Without ``thinking`` no think channel appears
+    anywhere. The prompt ends with an open think or response channel.
 
     Raises:
         K3Error: a message or an option has no place in the format.
     """
-    layout = _Layout(thinking, image_sizes)
+    layout = _Layout(thinking)
     parts = [layout.message(message) for message in in_call_order(messages)]
-    if layout.images_left:
-        raise K3Error(f"{layout.images_left} more image(s) than the messages have places for")
 
     head = _declare(_TOOLS, tools) if tools else []
     if thinking_effort is not None and thinking_effort not in EFFORTS:
@@ -154,15 +163,10 @@ def _text(text: str) -> Segment:
 class _Layout:
     """Renders one message after the other; remembers the calls that tool results answer."""
 
-    def __init__(self, thinking: bool, image_sizes: Sequence[tuple[int, int]]):
+    def __init__(self, thinking: bool):
         self.thinking = thinking
-        self._sizes = list(image_sizes)
         self._calls: list[dict[str, Any]] = []
         self._results = 0
-
-    @property
-    def images_left(self) -> int:
-        return len(self._sizes)
 
     def message(self, message: dict[str, Any]) -> list[Segment]:
         role = message.get("role")
@@ -195,13 +199,17 @@ class _Layout:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
             return [_text(part["text"])]
-        if kind not in ("image", "image_url"):
-            raise K3Error(f"a part of type {kind!r}; content has parts of type text and image")
-        if not self._sizes:
-            raise K3Error("a message has an image, but no image was given")
-        width, height = self._sizes.pop(0)
-        begin, content, pad, end = map(_control, MEDIA)
-        return [begin, _text(f"image {width}x{height}"), content, pad, end]
+        if kind not in MEDIA_PARTS:
+            kinds = "text, image and video"
+            raise K3Error(f"a part of type {kind!r}; content has parts of type {kinds}")
+        if (attachment := part.get("attachment")) is None:
+            raise K3Error(f"a message has a part of type {kind}, but no picture for it was given")
+        segments = []
+        for text, label, medium in attachment.places:
+            begin, content, _, end = map(_control, MEDIA)
+            pad = Segment(MEDIA[2], True, medium.ids)
+            segments += [*([_text(text)] if text else []), begin, _text(label), content, pad, end]
+        return segments
 
     def _assistant(self, message: dict[str, Any]) -> list[Segment]:
         segments = []

@@ -8,7 +8,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import K3Error
 from .images import data_url_bytes, is_data_url, open_image, read_file
@@ -16,10 +16,9 @@ from .medium import Medium
 from .processor import Processor
 from .video import open_video, timestamp
 
-IMAGE_SUFFIXES = frozenset(
-    ".png .jpg .jpeg .jfif .webp .gif .bmp .tif .tiff .ppm .pgm .ico .avif .jp2".split()
-)
-VIDEO_SUFFIXES = frozenset(".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv".split())
+# Of files that are taken for pictures and films when their names stand in a line.
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"})
 
 
 class Place(NamedTuple):
@@ -31,9 +30,10 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
-    """A picture (one place) or a film (a place for each clip)."""
+class Attachment:
+    """A picture (one place) or a film (a place for each clip), by its type in a message."""
 
+    type: Literal["image", "video"]
     places: tuple[Place, ...]
     _as_part: Callable[[], dict[str, Any]]
 
@@ -52,7 +52,7 @@ class Sight:
         return self._as_part()
 
 
-def picture(source: Any, processor: Processor, name: str = "the picture") -> Sight:
+def picture(source: Any, processor: Processor, name: str = "the picture") -> Attachment:
     """A picture from whatever :func:`~.images.open_image` takes.
 
     Raises:
@@ -66,10 +66,10 @@ def picture(source: Any, processor: Processor, name: str = "the picture") -> Sig
     medium = processor.image(image)
     kept = source if isinstance(source, bytes) else image
     label = f"image {medium.width}x{medium.height}"
-    return Sight((Place("", label, medium),), lambda: _picture_part(kept))
+    return Attachment("image", (Place("", label, medium),), lambda: _picture_part(kept))
 
 
-def film(source: Any, processor: Processor, name: str = "the video") -> Sight:
+def film(source: Any, processor: Processor, name: str = "the video") -> Attachment:
     """A film from a path, bytes or a data URL.
 
     Raises:
@@ -86,13 +86,17 @@ def film(source: Any, processor: Processor, name: str = "the video") -> Sight:
         Place(timestamp(clip.seconds), "video", processor.clip(clip.frames)) for clip in clips
     )
     if isinstance(source, bytes):
-        return Sight(places, lambda: {"type": "video", "video": _data_url("video/*", source)})
+        return Attachment(
+            "video", places, lambda: {"type": "video", "video": _data_url("video/*", source)}
+        )
     path = str(Path(source).expanduser().resolve())
     digests = [place.medium.digest[:16] for place in places]
-    return Sight(places, lambda: {"type": "video", "video": path, "digests": digests})
+    return Attachment("video", places, lambda: {"type": "video", "video": path, "digests": digests})
 
 
-def open_part(part: dict[str, Any], source: Any, processor: Processor, name: str = "") -> Sight:
+def open_part(
+    part: dict[str, Any], source: Any, processor: Processor, name: str = ""
+) -> Attachment:
     """What a content part of type image, image_url, video or video_url shows.
 
     Args:
