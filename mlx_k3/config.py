@@ -15,6 +15,9 @@ from .errors import CheckpointError, UnsupportedError
 # Which file format each model type comes in; mlx-lm names its model files the same way.
 MODEL_TYPES = ("kimi_k3", "kimi_linear")
 
+# What the names of the tower's and its projector's tensors begin with.
+VISION_PARTS = ("vision_tower.", "mm_projector.")
+
 # The one tower that there is, where ``vision_config`` leaves a choice.
 _TOWER = {
     "activation_func": "gelu_pytorch_tanh",

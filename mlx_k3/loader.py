@@ -3,6 +3,7 @@
 Owns the order of things: check every file, build the modules, name, pack and place the weights.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from .chat.tokenizer import load_tokenizer
@@ -23,8 +23,12 @@ from .experts.budget import DEFAULT_CONTEXT, MemoryPlan, plan_folder
 from .experts.lossy import Levers
 from .experts.offload import Offload
 from .experts.trace import TraceWriter
+from .kernels import backend
+from .kernels.verdicts import refusal
+from .eyes import Eyes, has_tower
 from .models.kimi import Model
 from .models.latent_cache import KV_BITS
+from .models.weights import check_parameters
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -53,6 +57,7 @@ def load(
     prefetch: bool = True,
     levers: Levers | None = None,
     activations: str | None = None,
+    vision: bool = True,
 ) -> "tuple[Model, TokenizerWrapper | None]":
     """Open a folder that ``mlx-k3 convert`` wrote, or a build in mlx-lm's form.
 
@@ -74,10 +79,13 @@ def load(
             packed weights stay packed. By default weights stay as stored, except that a CPU
             computes in float32: it has no bfloat16 arithmetic, and emulating it is many times
             slower.
+        vision: plan memory for the vision tower, if there is one, and load it when the first
+            picture comes.
 
     Returns:
         The model and its tokenizer, None where the folder has no tokenizer files. ``model.plan``
-        is the :class:`~.experts.budget.MemoryPlan`.
+        is the :class:`~.experts.budget.MemoryPlan`, ``model.vision`` the :class:`~.eyes.Eyes`, or
+        None.
 
     Raises:
         CheckpointError: a file is missing, damaged, of another length than its header says, or
@@ -88,7 +96,9 @@ def load(
         BudgetError: the memory does not suffice; the message holds the arithmetic.
     """
     folder = Path(path)
-    plan = plan_load(folder, memory, context_tokens=context_tokens, dtype=dtype, kv_bits=kv_bits)
+    plan = plan_load(
+        folder, memory, context_tokens=context_tokens, dtype=dtype, kv_bits=kv_bits, vision=vision
+    )
     if plan.resident and (trace is not None or levers is not None):
         raise UnsupportedError(
             f"{path} fits in memory as a whole, so there are no reads to trace or to avoid; "
@@ -105,6 +115,8 @@ def load(
         activations=activations,
     )
     model.plan, model.prompt_tokens, model.kv_bits = plan, plan.prompt_tokens, kv_bits
+    if vision and has_tower(folder, model.config):
+        model.vision = Eyes(folder, model.config, dtype)
     if plan.expanded_bytes:
         for layer in model.config.moe_layers:
             bank = model.layers[layer].mlp.switch_mlp
@@ -120,6 +132,7 @@ def plan_load(
     context_tokens: int = DEFAULT_CONTEXT,
     dtype: str | None = None,
     kv_bits: int | None = None,
+    vision: bool = True,
 ) -> MemoryPlan:
     """What :func:`load` would do with these arguments; raises as it does, in a moment."""
     # Before the plan, which prices tensors: is this a folder that can be loaded at all?
@@ -130,12 +143,30 @@ def plan_load(
         )
     if kv_bits is not None and kv_bits not in KV_BITS:
         raise UnsupportedError(f"a cache of {kv_bits} bits: there are 8 and 4, or leave it out")
-    plan = plan_folder(path, memory, context_tokens=context_tokens, dtype=dtype, kv_bits=kv_bits)
+    plan = plan_folder(
+        path, memory, context_tokens=context_tokens, dtype=dtype, kv_bits=kv_bits, vision=vision
+    )
     if kv_bits is not None and not plan.cache_bytes:
         raise UnsupportedError(
             f"{path} has no MLA layer whose cache could be packed in {kv_bits} bits; leave it out"
         )
     return plan
+
+
+def require_vision(model: Model) -> Eyes:
+    """What ``model`` sees with.
+
+    Raises:
+        UnsupportedError: it sees nothing; the message says why.
+    """
+    if model.vision is not None:
+        return model.vision
+    if model.config.vision_config is None:
+        raise UnsupportedError("this model reads text only; pictures need one with a vision tower")
+    raise UnsupportedError(
+        "the model was loaded without its vision tower; leave out --no-vision (vision=False), or "
+        "convert it again if its folder has no model-vision file"
+    )
 
 
 def assemble(
@@ -171,7 +202,7 @@ def assemble(
     model.activations = activations
     if activations is not None:
         _round_inputs(model, activations)
-    _check_parameters(model, weights, str(folder))
+    check_parameters(model, weights, str(folder))
     _recast(weights, dtype)
     model.load_weights(list(weights.items()), strict=False)
     model.eval()
@@ -257,24 +288,6 @@ def _quantize(model: nn.Module, weights: dict[str, mx.array], config: dict[str, 
         return how if isinstance(how, dict) else infer_quant_config(path, module, weights)
 
     nn.quantize(model, class_predicate=packing)
-
-
-def _check_parameters(model: nn.Module, weights: dict[str, mx.array], label: str) -> None:
-    """The weights are exactly the model's parameters, in name and shape."""
-    parameters = dict(tree_flatten(model.parameters()))
-    for what, names in (
-        ("is missing", parameters.keys() - weights.keys()),
-        ("is not part of this model", weights.keys() - parameters.keys()),
-    ):
-        if names:
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise CheckpointError(f"{label}: {min(names)} {what}{more}; convert the model again")
-    for name, parameter in parameters.items():
-        if weights[name].shape != parameter.shape:
-            raise CheckpointError(
-                f"{label}: {name} has shape {list(weights[name].shape)}, "
-                f"config.json asks for {list(parameter.shape)}"
-            )
 
 
 def _recast(weights: dict[str, mx.array], dtype: str | None) -> None:

@@ -22,11 +22,13 @@ ALLOWED = {
     "folders": set(),
     "units": set(),
     "version": set(),
+    "bench": {"kernels", "models", "config"},
     "checkpoint": {"config"},
     "kernels": set(),
     "models": {"kernels", "config"},
-    "experts": {"checkpoint", "config", "models.bank"},
-    "loader": {"models", "experts", "checkpoint", "config"} | {"chat.tokenizer", "convert.source"},
+    "experts": {"checkpoint", "config", "models.bank", "media.processor"},
+    "eyes": {"models", "media", "checkpoint", "config"},
+    "loader": {"kernels", "models", "experts", "checkpoint", "config", "eyes"} | {"chat.tokenizer", "convert.source"},
     "convert": {"checkpoint", "config"},
     "convert.prune": {"loader"},
     "chat": {"loader", "media", "models", "config", "checkpoint", "experts.usage"},
@@ -38,7 +40,7 @@ ALLOWED = {
     | {"convert.tokenizer"},
     "server": {"loader", "chat", "media", "config"},
     "cli": {"server", "chat", "convert", "evaluation", "training", "loader", "media"}
-    | {"blas", "checkpoint", "config", "experts", "kernels", "nano", "tasks.talk"},
+    | {"bench", "blas", "checkpoint", "config", "experts", "kernels", "nano", "tasks.talk"},
 }
 # These never load MLX, so that commands which need no arithmetic answer at once.
 WITHOUT_MLX = {
@@ -52,7 +54,7 @@ WITHOUT_MLX = {
     "units",
     "version",
 }
-WITH_MLX_LM = {"chat", "evaluation", "loader", "models", "server"}
+WITH_MLX_LM = {"bench", "chat", "evaluation", "loader", "models", "server"}
 
 
 def _modules() -> dict[str, Path]:

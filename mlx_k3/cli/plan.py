@@ -147,6 +147,7 @@ def _folder(folder: Path) -> "Subject":
         slot_bytes=model.slot_bytes,
         packed_experts=model.packed_experts,
         device=device(),
+        vision=model.vision,
     )
 
 
@@ -154,6 +155,8 @@ def _unconverted(name: str, config: K3Config, experts: "ExpertForm", device: "De
     from ..checkpoint.names import expert_tensors
     from ..checkpoint.writer import tensor_bytes
     from ..experts.outlook import Subject
+    from ..experts.vision_sizes import stored_vision
+    from ..media.processor import Processor
 
     sizes = [
         sum(
@@ -169,6 +172,7 @@ def _unconverted(name: str, config: K3Config, experts: "ExpertForm", device: "De
         slot_bytes=max(sizes, default=0),
         packed_experts=experts == "mxfp4",
         device=device,
+        vision=stored_vision(config, Processor()),
     )
 
 

@@ -63,6 +63,11 @@ def _about(facts: dict[str, Any]) -> Iterator[str]:
         f"state {format_bytes(facts['state_bytes'])}; cache "
         f"{format_bytes(facts['cache_bytes_per_token'])} for every token"
     )
+    if facts["vision_bytes"]:
+        yield (
+            f"vision tower and a picture: {format_bytes(facts['vision_bytes'])}, which --no-vision "
+            "saves"
+        )
     for name, sizes in facts["trunks"].items():
         yield (
             f"trunk {name}: {format_bytes(sizes['trunk_bytes'])}; works from "

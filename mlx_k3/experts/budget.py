@@ -13,10 +13,12 @@ from ..checkpoint.extents import open_experts
 from ..checkpoint.index import LocalFolder, open_checkpoint
 from ..config import K3Config
 from ..errors import BudgetError, K3Error
+from ..media.processor import Processor
 from ..units import format_bytes, parse_bytes
 from . import machine
 from .machine import Device
 from .sizes import Sizes, Trunk, stored_trunk
+from .vision_sizes import StoredVision, stored_vision
 
 DEFAULT_CONTEXT = 4096
 PROMPT_SHARE = 1 / 8  # of what slots could have, at most, for a longer prompt in one pass
@@ -46,6 +48,8 @@ class MemoryPlan:
     cache_bytes_per_token: int
     prompt_bytes: int
     scratch_bytes: int
+    vision_bytes: int
+    """The vision tower, and what its largest picture takes beside the scratch."""
     expanded_bytes: int
     """Float copies of packed experts, on a CPU, where all experts are in memory; else 0."""
 
@@ -77,6 +81,7 @@ class MemoryPlan:
             + self.cache_bytes
             + self.prompt_bytes
             + self.scratch_bytes
+            + self.vision_bytes
             + self.expanded_bytes
             + self.pool_bytes
         )
@@ -99,6 +104,7 @@ class StoredModel(NamedTuple):
     trunk: Trunk
     slot_bytes: int
     packed_experts: bool
+    vision: StoredVision | None = None
 
 
 def format_at_least(nbytes: int) -> str:
@@ -133,6 +139,7 @@ def plan_folder(
     context_tokens: int = DEFAULT_CONTEXT,
     dtype: str | None = None,
     kv_bits: int | None = None,
+    vision: bool = True,
 ) -> MemoryPlan:
     """The plan for loading the converted ``folder`` on this machine.
 
@@ -142,6 +149,7 @@ def plan_folder(
         context_tokens: prompt and answers together.
         dtype: floats are recast to it, as :func:`mlx_k3.load` does.
         kv_bits: MLA's cache is packed in so many bits.
+        vision: there will be pictures, if the model sees any.
 
     Raises:
         BudgetError: it cannot work; the message holds the arithmetic.
@@ -159,6 +167,7 @@ def plan_folder(
         device=machine.device(),
         dtype=dtype,
         kv_bits=kv_bits,
+        vision=model.vision if vision else None,
         machine_bytes=machine.total_memory_bytes(),
         usable_bytes=machine.usable_memory_bytes(),
     )
@@ -170,12 +179,14 @@ def stored_model(folder: str | Path) -> StoredModel:
     Raises:
         CheckpointError: it is incomplete or damaged.
     """
-    experts = open_experts(folder)
+    experts, config = open_experts(folder), K3Config.from_file(folder)
+    checkpoint = open_checkpoint(LocalFolder(Path(folder)))
     return StoredModel(
-        config=K3Config.from_file(folder),
-        trunk=stored_trunk(open_checkpoint(LocalFolder(Path(folder)))),
+        config=config,
+        trunk=stored_trunk(checkpoint),
         slot_bytes=max(map(experts.expert_bytes, experts.layers), default=0),
         packed_experts=any(len(experts.pieces(layer)) > 3 for layer in experts.layers),
+        vision=stored_vision(config, Processor.from_folder(folder), checkpoint),
     )
 
 
@@ -190,6 +201,7 @@ def plan_memory(
     packed_experts: bool = True,
     dtype: str | None = None,
     kv_bits: int | None = None,
+    vision: StoredVision | None = None,
     machine_bytes: int | None = None,
     usable_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -205,13 +217,14 @@ def plan_memory(
         packed_experts: whether they are quantized.
         dtype: floats are recast to it.
         kv_bits: MLA's cache is packed in so many bits.
+        vision: the tower, if there will be pictures.
         machine_bytes, usable_bytes: what the machine has, and what the model may have of it at
             most. A budget beyond that is cut to it; experts that all fit are kept regardless.
 
     Raises:
         BudgetError: the budget is below the plan's minimum.
     """
-    sizes = Sizes(config, trunk, context_tokens, device, dtype, kv_bits)
+    sizes = Sizes(config, trunk, context_tokens, device, dtype, kv_bits, vision)
     experts, k = sum(config.expert_counts), config.num_experts_per_token
     layer_slots = min(k, experts)
     resident_slot_bytes = slot_bytes if packed_experts else sizes.resident_expert_bytes(slot_bytes)
@@ -254,6 +267,7 @@ def plan_memory(
         cache_bytes_per_token=sizes.cache_bytes_per_token,
         prompt_bytes=sizes.prompt_bytes(prompt_tokens),
         scratch_bytes=sizes.scratch_bytes,
+        vision_bytes=sizes.vision_bytes,
         expanded_bytes=expanded_bytes,
         slot_bytes=resident_slot_bytes if resident else slot_bytes,
         slots=slots,
@@ -269,6 +283,7 @@ def _refusal(sizes: Sizes, pool_bytes: int, minimum_bytes: int, budget_bytes: in
     parts = {
         "trunk": sizes.trunk_bytes,
         "state and cache": sizes.state_bytes + sizes.cache_bytes,
+        "vision tower and a picture": sizes.vision_bytes,
         "prompt and scratch": sizes.prompt_bytes(sizes.block_tokens) + sizes.scratch_bytes,
         "one layer's active experts": pool_bytes,
         "process": sizes.process_bytes,

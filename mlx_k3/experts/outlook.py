@@ -10,6 +10,7 @@ from .budget import MemoryPlan, plan_memory
 from .estimate import Speeds, estimate, experts_that_fit, work_per_token
 from .machine import Device
 from .sizes import KV_BITS, Trunk
+from .vision_sizes import StoredVision
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Subject:
     slot_bytes: int
     packed_experts: bool
     device: Device
+    vision: StoredVision | None = None
 
     def plan(
         self,
@@ -50,6 +52,7 @@ class Subject:
             budget_bytes=memory and memory.budget_bytes,
             device=self.device,
             kv_bits=kv_bits,
+            vision=self.vision,
             machine_bytes=memory and memory.machine_bytes,
             usable_bytes=memory and memory.usable_bytes,
         )
@@ -83,6 +86,7 @@ def outlook(
         "experts_per_token": base.experts_per_token,
         "expert_bytes_per_token": base.experts_per_token * subject.slot_bytes,
         "state_bytes": base.state_bytes,
+        "vision_bytes": base.vision_bytes,
         "cache_bytes_per_token": base.cache_bytes_per_token,
         "speeds": asdict(speeds),
         "trunks": {

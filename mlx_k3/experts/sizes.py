@@ -12,8 +12,9 @@ from ..checkpoint.index import Checkpoint
 from ..checkpoint.names import layer_tensors, stem_tensors
 from ..checkpoint.reader import NUMPY_DTYPES
 from ..checkpoint.writer import tensor_bytes
-from ..config import K3Config
+from ..config import VISION_PARTS, K3Config
 from .machine import Device
+from .vision_sizes import StoredVision, vision_bytes
 
 # Of the model's code; a test compares them.
 BLOCK_TOKENS = 512  # of a prompt that attention and MLPs take at once
@@ -53,11 +54,10 @@ Trunk = Mapping[str, tuple[str, tuple[int, ...]]]
 def stored_trunk(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The trunk as a converted folder's headers have it: no experts, no vision."""
     infos = {name: checkpoint.info(name) for name in checkpoint.files}
-    others = ("vision_tower.", "mm_projector.")
     return {
         name: (info.dtype, info.shape)
         for name, info in infos.items()
-        if ".mlp.switch_mlp." not in name and not name.startswith(others)
+        if ".mlp.switch_mlp." not in name and not name.startswith(VISION_PARTS)
     }
 
 
@@ -95,9 +95,10 @@ class Sizes:
         device: Device,
         dtype: str | None,
         kv_bits: int | None = None,
+        vision: StoredVision | None = None,
     ):
         self._config, self._device, self._cpu = config, device, device == "cpu"
-        self._kv_bits = kv_bits
+        self._kv_bits, self._vision = kv_bits, vision
         self.context_tokens = min(context_tokens, config.max_position_embeddings)
         self.block_tokens = min(self.context_tokens, BLOCK_TOKENS)
         if dtype is None and self._cpu:
@@ -113,6 +114,13 @@ class Sizes:
         self.process_bytes = PROCESS_BYTES + config.vocab_size * PROCESS_BYTES_PER_TOKEN
         if device == "cuda":
             self.process_bytes = 0
+
+    @property
+    def vision_bytes(self) -> int:
+        """The tower, and room for the largest picture beside the scratch; 0 without pictures."""
+        if self._vision is None:
+            return 0
+        return vision_bytes(self._vision, self._device, self._recast, self.scratch_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -245,6 +253,7 @@ class Sizes:
             + self.cache_bytes
             + self.prompt_bytes(prompt_tokens)
             + self.scratch_bytes
+            + self.vision_bytes
         )
 
     def more_tokens(self, nbytes: int) -> int:

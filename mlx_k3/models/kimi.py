@@ -109,6 +109,7 @@ class Model(nn.Module):
         self.config = config
         self.model_type = config.model_type
         self.kv_bits: int | None = None  # of the caches made from now on: as computed, 8 or 4
+        self.vision: Any = None  # what makes vectors of pictures, once loaded with it
         self.model = KimiModel(config)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config import VisionConfig
+from ..config import VISION_PARTS, VisionConfig
 from ..kernels.gelu import gelu_exact, gelu_tanh
 from .layers import Linear
 from .vision_attention import attention
@@ -217,8 +217,7 @@ class Vision(nn.Module):
 
         Some builds keep the patches' projection as MLX's convolutions have it, colours last.
         """
-        parts = ("vision_tower.", "mm_projector.")
-        weights = {name: array for name, array in weights.items() if name.startswith(parts)}
+        weights = {k: array for k, array in weights.items() if k.startswith(VISION_PARTS)}
         name = "vision_tower.patch_embed.proj.weight"
         if name in weights and weights[name].shape[1:] == (*[self.config.patch_size] * 2, 3):
             weights[name] = weights[name].transpose(0, 3, 1, 2)

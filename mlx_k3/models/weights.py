@@ -8,6 +8,8 @@ Attention-Residual pair (norm gain, projection) is one vector, their product.
 import re
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..config import K3Config
 from ..errors import CheckpointError
@@ -75,3 +77,25 @@ def _fold_residual(weights: dict[str, mx.array], name: str) -> None:
     ):
         if norm in weights:
             weights[name] = weights.pop(norm).astype(mx.float32) * weights.pop(proj).reshape(-1)
+
+
+def check_parameters(model: nn.Module, weights: dict[str, mx.array], label: str) -> None:
+    """See that ``weights`` are exactly the model's parameters, in name and shape.
+
+    Raises:
+        CheckpointError: naming the first that is not, and ``label``.
+    """
+    parameters = dict(tree_flatten(model.parameters()))
+    for what, names in (
+        ("is missing", parameters.keys() - weights.keys()),
+        ("is not part of this model", weights.keys() - parameters.keys()),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise CheckpointError(f"{label}: {min(names)} {what}{more}; convert the model again")
+    for name, parameter in parameters.items():
+        if weights[name].shape != parameter.shape:
+            raise CheckpointError(
+                f"{label}: {name} has shape {list(weights[name].shape)}, "
+                f"config.json asks for {list(parameter.shape)}"
+            )
