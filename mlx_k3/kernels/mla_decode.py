@@ -17,6 +17,7 @@ HEADS = (32, 96)
 RANK, SHARED = 512, 64
 TILE_KEYS = 64
 GROUPS = 132  # as many as such a GPU has multiprocessors; fewer of these are slower, and right
+LEAST_ROWS = 1024  # below, there is little to gain, and a group's queries cost as much as its keys
 MOST_BLOCKS = 128  # of the cache
 BLOCK_ROWS = 8192  # at least, as a kernel is compiled for each
 THREADS = 256
@@ -61,21 +62,22 @@ def _kernel(heads: int, blocks: int) -> Kernel:
     )
 
 
-def mla_decode_pays(q: mx.array, q_latent: mx.array, blocks: Blocks) -> bool:
+def mla_decode_pays(q: mx.array, blocks: Blocks, rank: int) -> bool:
     """Whether :func:`mla_decode` takes these, on this device; else MLX's products are the way."""
     rows = [latents.shape[2] for latents, _ in blocks]
+    B, H, T, _ = q.shape
     return (
         backend() == "cuda"
         and _is_hopper()
-        and q.shape[:3] == (1, q.shape[1], 1)
-        and q.shape[1] in HEADS
-        and q_latent.shape[-1] == RANK
-        and q_latent.dtype == q.dtype == mx.bfloat16
-        and all(x.dtype == mx.bfloat16 for x in blocks[0])
-        and blocks[0][1].shape[-1] == SHARED
+        and (B, T) == (1, 1)
+        and H in HEADS
+        and (rank, blocks[0][1].shape[-1]) == (RANK, SHARED)
+        and {q.dtype, *(x.dtype for x in blocks[0])} == {mx.bfloat16}
+        and sum(rows) >= LEAST_ROWS
         and len(rows) <= MOST_BLOCKS
         and all(n == rows[0] for n in rows[:-1])
         and (len(rows) == 1 or rows[0] % TILE_KEYS == 0)
+        and _kernel(H, 1).runs
     )
 
 

@@ -10,6 +10,7 @@ softmax, its maximum and its sums in float32, joins the tiles.
 import mlx.core as mx
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
+from ..kernels.mla_decode import mla_decode, mla_decode_pays
 from ..kernels.quantized import expanding_pays
 from .latent_cache import Latents
 from .layers import dense_weight
@@ -42,6 +43,10 @@ def latent_attention(
     """
     B, H, T, width = q.shape
     S, (rank, shared) = latents.length, latents.widths
+    plain = latents.bits is None and latents.starts is None
+    if plain and mla_decode_pays(q, latents.blocks, rank):
+        q_latent = _multiply(embed_q, q[..., : width - shared])
+        return _multiply(unembed_out, mla_decode(q, q_latent, latents.blocks, S))
     expands = expanding_is_cheaper(T, S, rank, width - shared, unembed_out.weight.shape[1])
     way = (_Expanded if expands else _Absorbed)(q, latents, embed_q, unembed_out)
     blocks = [slice(i, min(i + QUERY_BLOCK, T)) for i in range(0, T, QUERY_BLOCK)]

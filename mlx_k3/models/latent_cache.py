@@ -121,7 +121,10 @@ class LatentCache:
 
     def set_rows(self, latents: mx.array, keys: mx.array) -> None:
         """Hold these rows, as :meth:`rows` gave them, and nothing else."""
-        self._blocks, self.offset = [(latents, keys)], latents.shape[2]
+        self.offset = latents.shape[2]
+        starts = range(0, self.offset, BLOCK_ROWS)
+        ends = (min(start + BLOCK_ROWS, self.offset) for start in starts)
+        self._blocks = [_part((latents, keys), *part) for part in zip(starts, ends, strict=True)]
 
     # mlx-lm's protocol
 

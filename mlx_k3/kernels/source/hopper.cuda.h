@@ -17,10 +17,11 @@ INLINE uint tile_unit(uint tile, uint row, uint unit) {
   return tile + row * 128 + ((unit ^ (row % 8)) << 4);
 }
 
-// A tile as a factor: eight rows are 1024 bytes on, and its units are exchanged as said above.
-INLINE ulonglong factor(uint address) {
-  return ulonglong(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
+// A tile as a factor, from this address on; the factor BYTES on is `+ BYTES / 16`. The lower half of
+// the hardware's descriptor: the upper one, FACTOR_HIGH, says that the next eight rows are 1024 bytes
+// on, and that units are exchanged as said above.
+INLINE uint factor(uint address) { return address >> 4 | 1u << 16; }
+#define FACTOR_HIGH "0x40000040"
 
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -37,17 +38,19 @@ INLINE ulonglong factor(uint address) {
 #define VALUES_48 VALUES_24, VALUES_8(24), VALUES_8(32), VALUES_8(40)
 #define PRODUCT(columns, names, values, a_, b_, more_, across_)                           \
   asm volatile(                                                                           \
-      "{\n.reg .pred more;\nsetp.ne.b32 more, %" more_ ", 0;\n"                            \
+      "{\n.reg .pred more;\n.reg .b64 left, right;\nsetp.ne.b32 more, %" more_ ", 0;\n"     \
+      "mov.b64 left, {%" a_ ", " FACTOR_HIGH "};\n"                                        \
+      "mov.b64 right, {%" b_ ", " FACTOR_HIGH "};\n"                                       \
       "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.bf16.bf16 {" names "}, "        \
-      "%" a_ ", %" b_ ", more, 1, 1, %" across_ ", 0;\n}\n"                                \
+      "left, right, more, 1, 1, %" across_ ", 0;\n}\n"                                     \
       : values                                                                            \
-      : "l"(a), "l"(b), "r"(int(adds)), "n"(int(ACROSS)))
+      : "r"(a), "r"(b), "r"(int(adds)), "n"(int(ACROSS)))
 
 // c [64, N] (+)= a [64, 16] b [16, N]. b has a column in a tile's row. a has a row there, or, ACROSS,
 // a column. Of c, a thread has rows 16 (thread / 32) + lane / 4 and 8 more, and of those columns
 // 8 j + lane % 4 * 2 and the next: c[4 j], c[4 j + 1] of the upper row, c[4 j + 2], c[4 j + 3].
 template <int N, bool ACROSS>
-INLINE void product(float* c, ulonglong a, ulonglong b, bool adds) {
+INLINE void product(float* c, uint a, uint b, bool adds) {
   static_assert(N == 16 || N == 32 || N == 48 || N == 96, "no instruction for this width");
   if constexpr (N == 16) PRODUCT("16", NAMES_8, VALUES_8(0), "8", "9", "10", "11");
   if constexpr (N == 32) PRODUCT("32", NAMES_16, VALUES_16, "16", "17", "18", "19");

@@ -36,9 +36,9 @@ struct Source {
   uint tokens, first_tile, tiles, ring;
 };
 
-// Ask for part `n` of the group's tiles, counted from its first: `threads` share it.
-template <int BLOCK_ROWS>
-INLINE void ask(const Source& source, uint n, uint thread, uint threads) {
+// Ask for part `n` of the group's tiles, counted from its first: so many threads share it.
+template <int BLOCK_ROWS, int THREADS>
+INLINE void ask(const Source& source, uint n, uint thread) {
   const uint tile = n / PARTS, part = n % PARTS;
   if (tile >= source.tiles) return;
   const uint first = (source.first_tile + tile) * TILE_KEYS, block = first / BLOCK_ROWS;
@@ -48,8 +48,8 @@ INLINE void ask(const Source& source, uint n, uint thread, uint threads) {
   from += size_t(first % BLOCK_ROWS) * pitch;
   const uint to = source.ring + n % RING * PART_BYTES;
   UNROLL
-  for (uint i = thread; i < TILE_KEYS * 8; i += threads) {
-    const uint row = i / 8, unit = i % 8;
+  for (int i = 0; i < TILE_KEYS * 8; i += THREADS) {
+    const uint row = (i + thread) / 8, unit = thread % 8;
     copy_unit(tile_unit(to, row, unit), from + row * pitch + unit * 8,
               first + row < source.tokens);
   }
@@ -83,6 +83,7 @@ KERNEL {
   float* const factors = tops + HEADS;
 
   const uint team = THREAD / 128, simd = SIMD_GROUP % 4;  // of its team
+  const uint own_queries = factor(queries + team * HALF * 128);
   const uint line = LANE / 4, column = LANE % 4 * 2;
   const uint tokens = place[0], groups = place[1], all_tiles = (tokens + TILE_KEYS - 1) / TILE_KEYS;
   const uint first_tile = uint(ulonglong(all_tiles) * GROUP_X / groups);
@@ -95,11 +96,11 @@ KERNEL {
                                           : q_latent + head * 512 + (part - 1) * 64;
     copy_unit(tile_unit(queries + part * QUERY_BYTES, head, unit), from + unit * 8, true);
   }
-  for (uint n = 0; n < 5; ++n) ask<BLOCK_ROWS>(source, n, THREAD, GROUP_SIZE);
+  for (uint n = 0; n < 5; ++n) ask<BLOCK_ROWS, GROUP_SIZE>(source, n, THREAD);
   copies_commit();
   for (uint n = 5; n < RING; n += 2) {
-    ask<BLOCK_ROWS>(source, n, THREAD, GROUP_SIZE);
-    ask<BLOCK_ROWS>(source, n + 1, THREAD, GROUP_SIZE);
+    ask<BLOCK_ROWS, GROUP_SIZE>(source, n, THREAD);
+    ask<BLOCK_ROWS, GROUP_SIZE>(source, n + 1, THREAD);
     copies_commit();
   }
   if (THREAD < HEADS) tops[THREAD] = -INF;
@@ -126,9 +127,8 @@ KERNEL {
       const uint at = slot + part < RING ? slot + part : slot + part - RING;
       UNROLL
       for (int k = 0; k < 4; ++k) {
-        product<HALF, false>(s, factor(ring + at * PART_BYTES + k * 32),
-                             factor(queries + part * QUERY_BYTES + team * HALF * 128 + k * 32),
-                             part > 0 || k > 0);
+        product<HALF, false>(s, factor(ring + at * PART_BYTES) + k * 2,
+                             own_queries + (part * QUERY_BYTES + k * 32) / 16, part > 0 || k > 0);
       }
     }
     products_commit();
@@ -189,7 +189,7 @@ KERNEL {
     }
     show_to_products();
     BARRIER();
-    ask<BLOCK_ROWS>(source, n + RING, THREAD, GROUP_SIZE);
+    ask<BLOCK_ROWS, GROUP_SIZE>(source, n + RING, THREAD);
     copies_commit();
 
     UNROLL
@@ -200,8 +200,8 @@ KERNEL {
       const uint part = slot + 1 + 2 * m + team, at = part < RING ? part : part - RING;
       UNROLL
       for (int k = 0; k < 4; ++k) {
-        product<HEADS, true>(y_[m], factor(ring + at * PART_BYTES + k * 2048),
-                             factor(weights + k * 32), true);
+        product<HEADS, true>(y_[m], factor(ring + at * PART_BYTES) + k * 128,
+                             factor(weights) + k * 2, true);
       }
       products_commit();
     }
@@ -212,7 +212,7 @@ KERNEL {
       if (m == 2) products_wait<1>();
       if (m == 3) products_wait<0>();
       team_barrier(team);
-      ask<BLOCK_ROWS>(source, n + RING + 1 + 2 * m + team, THREAD % 128, 128);
+      ask<BLOCK_ROWS, 128>(source, n + RING + 1 + 2 * m + team, THREAD % 128);
       copies_commit();
     }
     UNROLL

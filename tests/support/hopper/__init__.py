@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,13 +27,19 @@ HARDWARE = r"\basm\b|__cvta|__sync|extern __shared__"  # what machine.h has in i
 
 
 @contextmanager
-def playing(late_products: bool, late_copies: bool) -> Iterator[None]:
-    """Have the operations take the path of CUDA in a block."""
+def playing(late_products: bool, late_copies: bool) -> Iterator[list[Launch]]:
+    """Have the operations take the path of CUDA in a block; the launches, as they come."""
+    launches = []
+
+    def launch(launch: Launch) -> list[mx.array]:
+        launches.append(launch)
+        return _run(launch, (late_products, late_copies))
+
     before = build.LAUNCHERS["cuda"]
-    build.LAUNCHERS["cuda"] = partial(_run, late=(late_products, late_copies))
+    build.LAUNCHERS["cuda"] = launch
     try:
         with build.using("cuda"):
-            yield
+            yield launches
     finally:
         build.LAUNCHERS["cuda"] = before
 
@@ -61,7 +67,8 @@ def _text(launch: Launch) -> str:
     plain = [part for part in paragraphs if not re.search(HARDWARE + "|PRODUCT|typedef", part)]
     types = [("const ", x.dtype) for x in launch.inputs] + [("", d) for _, d in launch.outputs]
     names = [*launch.kernel.inputs, *launch.kernel.outputs]
-    lines = ['#include "machine.h"', *plain, f"#define GROUP_SIZE {launch.threads}", helpers]
+    high = next(line for part in plain for line in part.split("\n") if "define FACTOR_HIGH" in line)
+    lines = [high, '#include "machine.h"', *plain, f"#define GROUP_SIZE {launch.threads}", helpers]
     lines.append('extern "C" void entry(void** given, uint groups, bool products, bool copies) {')
     for i, (name, (const, dtype)) in enumerate(zip(names, types, strict=True)):
         lines.append(f"{const}{TYPES[dtype]}* {name} = ({const}{TYPES[dtype]}*)given[{i}];")

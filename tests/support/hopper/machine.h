@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -127,7 +128,9 @@ INLINE uint shared_address(const void* at) {
 
 // wgmma m64nNk16: "Register Fragments and Shared Memory Matrix Layouts" of the manual.
 template <int N, bool ACROSS>
-INLINE void product(float* c, ulonglong a, ulonglong b, bool adds) {
+INLINE void product(float* c, uint lower_a, uint lower_b, bool adds) {
+  const uint64_t high = std::strtoull(FACTOR_HIGH, nullptr, 16) << 32;
+  const uint64_t a = high | lower_a, b = high | lower_b;
   const uint thread = THREAD % 128;
   machine::products.add([=] {
     for (int i = 0; i < N / 2; ++i) {
