@@ -10,7 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_k3
 from mlx_k3 import nano
 from mlx_k3.chat import xtml
-from mlx_k3.chat.generation import IdsOnly, conversation_ids, stream_generate
+from mlx_k3.chat.generation import IdsOnly, stream_generate
+from mlx_k3.chat.preparing import conversation_ids
 from mlx_k3.chat.session import Session, generate
 from mlx_k3.chat.tokenizer import load_tokenizer
 from mlx_k3.convert.stream import convert

@@ -7,7 +7,7 @@ earlier turns; :mod:`mlx_k3.chat.session` does.
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import stream_generate as mlx_lm_stream
@@ -16,11 +16,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import K3Error, UnsupportedError
 from ..experts.usage import Usage
-from .constraint import Constraint, constrain
+from ..media.medium import Medium
+from ..media.placing import expand
+from .attaching import Source, attach, attachments, media_of, question
 from .demand import Meter, prompt_in_layers
 from .plain import IdsOnly, PlainParser
+from .preparing import prepare
 from .prompt_cache import PromptCache
 from .reading import Reading
+from .seeing import with_pictures
 from .tokenizer import only_known_ids
 from .xtml import encode_text
 from .xtml_parser import Event, ReplyParser
@@ -110,8 +114,11 @@ def run(
     *,
     cached_tokens: int = 0,
     prompts: PromptCache | None = None,
+    media: Sequence[Medium] = (),
 ) -> Iterator[Chunk]:
     """Continue ``ids`` (of which the cache in ``sampling.options`` has the first few).
+
+    Ids below zero are places of ``media``; pictures that the cache has are not looked at again.
 
     Whenever a chunk is yielded, the cache holds the prompt and all tokens up to that chunk's.
     With ``prompts``, the cache is taken from there if none is given, and what may be of use later
@@ -125,7 +132,7 @@ def run(
     if not isinstance(tokenizer, IdsOnly):
         sampler = only_known_ids(sampler, tokenizer)
     limit = -1 if sampling.max_tokens is None else sampling.max_tokens
-    new = mx.array(ids[cached_tokens:])
+    new, options = with_pictures(model, ids[cached_tokens:], media, options)
     generated: list[int] = []
     meter = Meter(model)
     with (
@@ -178,6 +185,8 @@ def stream_generate(
     tools: list[dict[str, Any]] | None = None,
     tool_choice: dict[str, Any] | str | None = None,
     response_format: dict[str, Any] | str | None = None,
+    images: Sequence[Source] = (),
+    videos: Sequence[Source] = (),
     prompts: PromptCache | None = None,
     **options: Any,
 ) -> Iterator[Chunk]:
@@ -188,8 +197,14 @@ def stream_generate(
     :class:`IdsOnly` with the ids that end an answer) takes ids only.
 
     ``response_format`` (``"json_object"``, or OpenAI's ``json_schema``) and ``tool_choice``
-    (``"required"``, ``"none"`` or a tool) are said to the model, and enforced. What ``prompts`` has
-    of the prompt is not read again. ``options`` go to mlx-lm's ``generate_step`` (as ``sampler``).
+    (``"required"``, ``"none"`` or a tool) are said to the model, and enforced.
+
+    ``images`` (paths, the bytes of files, Pillow images, arrays) and ``videos`` (paths, bytes)
+    stand before a text; in messages they take the places of parts ``{"type": "image"}`` and
+    ``"video"``, in ids those of the model's pad, one each (a video one a clip).
+
+    What ``prompts`` has of the prompt is not read again. ``options`` go to mlx-lm's
+    ``generate_step`` (as ``sampler``).
 
     Raises:
         K3Error: a prompt or option that does not fit the model.
@@ -199,10 +214,13 @@ def stream_generate(
     if len(prompt) == 0:
         raise K3Error("the prompt is empty")
     if isinstance(prompt, str) and not raw:
-        prompt = [{"role": "user", "content": prompt}]
+        prompt = [question(prompt, attachments(model, images, videos))]
+        images = videos = ()
     is_conversation = isinstance(prompt[0], dict)
     if isinstance(tokenizer, IdsOnly) and (is_conversation or isinstance(prompt, str)):
         raise UnsupportedError("this model has no tokenizer; give token ids (--ids 1,2,3)")
+    if raw and (images or videos):
+        raise UnsupportedError("a text to continue has no place for pictures; leave out raw")
     settings = {"tools": tools, "tool_choice": tool_choice, "response_format": response_format}
     if not is_conversation and (system is not None or any(settings.values())):
         raise UnsupportedError(
@@ -213,16 +231,29 @@ def stream_generate(
         if system is not None:
             prompt = [{"role": "system", "content": system}, *prompt]
         settings |= {"thinking": thinking, "thinking_effort": thinking_effort}
+        prompt = attach(prompt, model, images=images, videos=videos)
+        media = media_of(prompt)
         ids, parser, processors = prepare(tokenizer, prompt, **settings)
         if processors:
             options["logits_processors"] = [*options.get("logits_processors", ()), *processors]
     else:
         is_text = isinstance(prompt, str)
         ids = encode_text(prompt, tokenizer) if is_text else [int(i) for i in prompt]
+        media = [medium for shown in attachments(model, images, videos) for medium in shown.media]
+        if media:
+            ids = expand(ids, media, model.config.media_placeholder_token_id)
         parser = PlainParser(tokenizer)
     if seed is not None:
         mx.random.seed(seed)
-    return run(model, tokenizer, ids, parser, sampling, prompts=prompts)
+    return run(
+        model,
+        tokenizer,
+        ids,
+        parser,
+        sampling,
+        prompts=prompts,
+        **({"media": media} if media else {}),
+    )
 
 
 def generate(
@@ -239,60 +270,3 @@ def generate(
         reply = chunk.reply
     assert reply is not None  # the loop's last chunk has it
     return reply.ids if tokenizer is None else reply.text
-
-
-class Prepared(NamedTuple):
-    """A conversation that is ready to be answered."""
-
-    ids: list[int]
-    parser: ReplyParser | PlainParser
-    processors: list[Constraint]
-    """Of logits: what keeps the answer to its format. They serve one answer."""
-
-
-def prepare(
-    tokenizer: TokenizerWrapper,
-    messages: Sequence[dict[str, Any]],
-    *,
-    thinking: bool = True,
-    parallel_tool_calls: bool = True,
-    **settings: Any,
-) -> Prepared:
-    """Render ``messages`` under ``settings``: ``thinking_effort``, ``tools``, ``tool_choice`` and
-    ``response_format``, the last two in any of OpenAI's forms.
-
-    Raises:
-        K3Error: a message or a setting does not fit the model.
-    """
-    enforced = {key: settings.get(key) for key in ("tools", "tool_choice", "response_format")}
-    constraint = constrain(
-        tokenizer, thinking=thinking, parallel_tool_calls=parallel_tool_calls, **enforced
-    )
-    if isinstance(settings.get("tool_choice"), dict):
-        settings["tool_choice"] = "required"  # the format has no word for a certain tool
-    ids = conversation_ids(tokenizer, messages, thinking=thinking, **settings)
-    return Prepared(ids, reply_parser(tokenizer, thinking), [constraint] if constraint else [])
-
-
-def conversation_ids(
-    tokenizer: TokenizerWrapper, messages: Sequence[dict[str, Any]], **settings: Any
-) -> list[int]:
-    """The prompt of a conversation in the model's own format.
-
-    Raises:
-        UnsupportedError: the model has none, or not these settings.
-    """
-    if tokenizer.speaks_xtml:
-        return tokenizer.apply_chat_template(messages, **settings)
-    if tokenizer.chat_template is None:
-        raise UnsupportedError("this model has no chat format; continue a text with --raw")
-    if not settings.get("thinking", True):
-        raise UnsupportedError("this model's chat format has no thinking to switch off")
-    return tokenizer.apply_chat_template(messages, tools=settings.get("tools"))
-
-
-def reply_parser(tokenizer: TokenizerWrapper, thinking: bool) -> ReplyParser | PlainParser:
-    """What reads the answer to a conversation's prompt."""
-    if tokenizer.speaks_xtml:
-        return ReplyParser(tokenizer.table, "think" if thinking else "response")
-    return PlainParser(tokenizer)

@@ -16,18 +16,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import K3Error
+from ..media.attachments import Attachment
 from . import xtml
-from .generation import (
-    Chunk,
-    PlainParser,
-    Reply,
-    Sampling,
-    conversation_ids,
-    generate,
-    reply_parser,
-    run,
-    stream_generate,
-)
+from .attaching import Source, attach, attachments, detached, media_of, media_parts, question
+from .generation import Chunk, PlainParser, Reply, Sampling, generate, run, stream_generate
+from .preparing import conversation_ids, reply_parser
 from .prompt_cache import PromptCache
 from .saved import read_saved, write_saved
 from .xtml_parser import ReplyParser, parse_conversation, tags
@@ -95,10 +88,27 @@ class Session:
         self._generated.clear()
         self._drop_cache()
 
+    def opened(
+        self, images: Sequence[Source] = (), videos: Sequence[Source] = ()
+    ) -> list[Attachment]:
+        """Pictures and videos as :meth:`turn` may be given them, checked and counted.
+
+        Raises:
+            K3Error: one cannot be opened, or the model sees nothing.
+        """
+        return attachments(self._model, images, videos)
+
+    @staticmethod
+    def shown(messages: Sequence[dict[str, Any]]) -> list[Attachment]:
+        """The pictures and videos of ``messages`` of this conversation."""
+        return [part["attachment"] for part in media_parts(messages)]
+
     def turn(
         self,
         content: str | Sequence[dict[str, Any]],
         *,
+        images: Sequence[Source] = (),
+        videos: Sequence[Source] = (),
         max_tokens: int | None = 4096,
         temp: float = 0.0,
         top_p: float = 1.0,
@@ -106,19 +116,27 @@ class Session:
     ) -> Iterator[Chunk]:
         """Say ``content`` and stream the answer. The last chunk's ``reply`` tells what it cost.
 
-        ``content`` is a user's text, or messages (the results of tools, say).
+        ``content`` is a user's text, or messages (the results of tools, say). ``images`` and
+        ``videos`` stand before a text, or take their places in messages; see
+        :func:`~.generation.stream_generate`.
 
         Closed early, the answer so far is kept and the conversation can go on; an answer of which
         nothing came takes the question back with it.
 
         Raises:
-            K3Error: an empty message, or options out of range.
+            K3Error: an empty message, options out of range, or a picture that cannot be seen.
         """
+        sampling = Sampling(max_tokens, temp, top_p, options)
         if isinstance(content, str):
-            content = [{"role": "user", "content": content}] if content.strip() else []
+            has_content = content.strip() or images or videos
+            shown = self.opened(images, videos)
+            content, images, videos = [question(content, shown)] if has_content else [], (), ()
         if not content:
             raise K3Error("the message is empty")
-        return self._turn(list(content), Sampling(max_tokens, temp, top_p, options))
+        # All of them, for there is a limit to the pictures of a conversation.
+        messages = [*self._messages, *content]
+        messages = attach(messages, self._model, images=images, videos=videos)
+        return self._turn(messages[len(self._messages) :], sampling)
 
     def _turn(self, question: list[dict[str, Any]], sampling: Sampling) -> Iterator[Chunk]:
         self._messages += question
@@ -137,6 +155,7 @@ class Session:
                 sampling,
                 cached_tokens=cached_tokens,
                 prompts=self._prompts,
+                media=media_of(self._messages),
             )
             with closing(chunks):
                 for chunk in chunks:
@@ -187,7 +206,7 @@ class Session:
         saved = {
             "system": self.system,
             **self._settings,
-            "messages": self._messages,
+            "messages": detached(self._messages),
             # With these, an answer read back is the one given, token for token.
             "generated_ids": {str(i): ids for i, ids in self._generated.items()},
         }
@@ -199,13 +218,15 @@ class Session:
         """Take up a saved conversation in place of this one, with its settings.
 
         Raises:
-            K3Error: no such file, or not a saved conversation. This one then stays as it is.
+            K3Error: no such file, not a saved conversation, or its pictures cannot be seen. This
+                one then stays as it is.
         """
         saved = read_saved(Path(path))
         messages, generated = saved["messages"], saved.get("generated_ids", {})
         if not isinstance(generated, dict):
             raise K3Error(f"{path}: generated_ids is no object; delete it from the file")
         settings = {key: saved.get(key, value) for key, value in self._settings.items()}
+        messages = attach(messages, self._model)
         # Renders before anything is replaced: a message that does not fit is found here.
         conversation_ids(self._tokenizer, messages, **settings)
 

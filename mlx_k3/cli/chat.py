@@ -53,6 +53,7 @@ def chat(
     trace: loading.TraceOption = None,
     activations: loading.ActivationsOption = None,
     kv: loading.KvOption = None,
+    no_vision: loading.NoVisionOption = False,
 ) -> None:
     """Talk with a model.
 
@@ -79,7 +80,16 @@ def chat(
             option = "--no-thinking" if no_thinking else "--system"
             raise K3Error(f"{option}: the session {resume!r} has its own; leave it out")
     how = loading.Loading(
-        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations, kv
+        memory,
+        context,
+        policy,
+        no_prefetch,
+        active_experts,
+        drop_missed,
+        trace,
+        activations,
+        kv,
+        no_vision,
     )
     folder = loading.model_folder(model)
     K3Config.from_file(folder)

@@ -12,16 +12,21 @@ from ..chat.saved import is_name
 from ..errors import K3Error
 from ..units import format_bytes
 from .figures import dropped, footer, since_loading
+from .pictures import dropped as dropped_files
+from .pictures import named_file
 from .terminal import AnswerPrinter, PromptBar, note
 
 if TYPE_CHECKING:
     from ..chat.saved import NamedSessions
     from ..chat.session import Reply, Session
     from ..experts.offload import Offload
+    from ..media.attachments import Attachment
 
 HELP = """\
 /help           this list
 /reset          forget the conversation
+/image FILE     show a picture with the next message; or drop it onto the line
+/video FILE     show a video with the next message
 /retry [TEXT]   answer the last message again, or TEXT in its place
 /save NAME      save the conversation under a name, or in a file, as talk.json
 /load NAME      take up a saved conversation
@@ -71,10 +76,13 @@ class Conversation:
         self._sampling = sampling
         self._interactive = interactive
         self._named = named
+        self._shown: list[Attachment] = []  # With the next message.
         self._resumed: Path | None = None  # Is saved again after every answer.
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
             "/reset": lambda _: self._reset(),
+            "/image": lambda path: self._show([named_file(path, "/image")], []),
+            "/video": lambda path: self._show([], [named_file(path, "/video")]),
             "/retry": self._retry,
             "/save": self._save,
             "/load": self._load,
@@ -103,16 +111,24 @@ class Conversation:
             if command == "/exit":
                 return
             try:
-                if command in self._commands:
-                    self._commands[command](rest.strip())
-                elif command.startswith("/") and command.count("/") == 1:
-                    raise K3Error(f"no command {command}; /help lists them")
-                elif line.strip():
-                    self._answer(line)
+                self._take(line, command, rest.strip())
             except K3Error as e:
                 if not self._interactive:
                     raise
                 note(str(e))
+
+    def _take(self, line: str, command: str, rest: str) -> None:
+        if command in self._commands:
+            self._commands[command](rest)
+            return
+        if self._interactive:
+            line, images, videos = dropped_files(line)
+            self._show(images, videos)
+            command = line.partition(" ")[0]
+        if command.startswith("/") and command.count("/") == 1:
+            raise K3Error(f"no command {command}; /help lists them")
+        if line.strip():
+            self._answer(line)
 
     def _answer(self, text: str | list[dict[str, Any]]) -> None:
         printer = AnswerPrinter()
@@ -123,8 +139,9 @@ class Conversation:
                     raise KeyboardInterrupt
                 bar.update(done, total)
 
+            shown, self._shown = self._shown, []
             turn = self._session.turn(
-                text, prompt_progress_callback=reading_the_prompt, **self._sampling
+                text, images=shown, prompt_progress_callback=reading_the_prompt, **self._sampling
             )
             try:
                 for chunk in turn:
@@ -152,12 +169,22 @@ class Conversation:
         if remark := show(reply, self._offload):
             note(remark)
 
+    def _show(self, images: list[str], videos: list[str]) -> None:
+        for path, shown in zip(
+            [*images, *videos], self._session.opened(images, videos), strict=True
+        ):
+            self._shown.append(shown)
+            note(f"{path}: {shown.tokens:,} tokens, with your next message")
+
     def _reset(self) -> None:
         self._session.reset()
+        self._shown.clear()
         self._resumed = None  # Another conversation begins; what is saved stays.
 
     def _retry(self, text: str) -> None:
         question = self._session.take_back()
+        if text:
+            self._shown = [*self._session.shown(question), *self._shown]
         self._answer(text or question)
 
     def _save(self, name: str) -> None:

@@ -12,6 +12,7 @@ from ..config import K3Config
 from ..errors import K3Error
 from . import loading
 from .figures import dropped, experts_data, footer
+from .pictures import ImageOption, VideoOption, check_pictures
 from .terminal import AnswerPrinter, PromptBar, note
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def generate(
     ids: Annotated[
         str | None, typer.Option(help="Token ids to continue, 1,2,3; also without tokenizer.")
     ] = None,
+    image: ImageOption = None,
+    video: VideoOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the answer and what it cost as one JSON object.")
     ] = False,
@@ -52,6 +55,7 @@ def generate(
     trace: loading.TraceOption = None,
     activations: loading.ActivationsOption = None,
     kv: loading.KvOption = None,
+    no_vision: loading.NoVisionOption = False,
 ) -> None:
     """Answer a prompt.
 
@@ -64,6 +68,8 @@ def generate(
 
         mlx-k3 generate ~/kimi-k3-mlx --prompt "What is a delta rule?"
 
+        mlx-k3 generate ~/kimi-k3-mlx --image photo.jpg --prompt "What is this?"
+
         git diff | mlx-k3 generate ~/kimi-k3-mlx --system "Review this patch." --prompt -
 
         mlx-k3 generate ~/kimi-k3-mlx --raw --prompt "Once upon a time" --temp 0.8 --seed 1
@@ -73,13 +79,26 @@ def generate(
         mlx-k3 generate ~/kimi-k3-mlx --memory 96GB --context 32k --prompt - < report.txt
     """
     given = _read_prompt(prompt, ids, system, no_thinking, raw)
+    images, videos = image or [], video or []
+    if raw and (images or videos):
+        raise K3Error("pictures belong to the chat format; --raw goes without it")
     how = loading.Loading(
-        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations, kv
+        memory,
+        context,
+        policy,
+        no_prefetch,
+        active_experts,
+        drop_missed,
+        trace,
+        activations,
+        kv,
+        no_vision,
     )
     folder = loading.model_folder(model)
     config = K3Config.from_file(folder)
     if isinstance(given, list):
         _check_ids(given, config.vocab_size)
+    check_pictures(images, videos, config, no_vision=no_vision)
 
     from ..chat.generation import IdsOnly, Sampling, stream_generate
 
@@ -96,6 +115,8 @@ def generate(
             seed=seed,
             raw=raw,
             thinking=not no_thinking,
+            images=images,
+            videos=videos,
             prompt_progress_callback=bar.update,
         )
         reply = _show(chunks, quiet=as_json)

@@ -105,6 +105,13 @@ ActivationsOption = Annotated[
         metavar="mxfp8",
     ),
 ]
+NoVisionOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-vision",
+        help="Leave out what sees pictures, and save its memory.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,7 @@ class Loading:
     trace: Path | None = None
     activations: str | None = None
     kv: int | None = None
+    no_vision: bool = False
 
     def __post_init__(self) -> None:
         from ..experts.policy import POLICIES
@@ -162,6 +170,8 @@ class Loading:
                 f"--active-experts {self.active_experts}: a token of this model has {k} experts; "
                 "give fewer, or leave it out"
             )
+        if self.no_vision and config.vision_config is None:
+            raise K3Error("--no-vision: this model reads text only; leave it out")
         given = {
             "--policy": self.policy,
             "--no-prefetch": self.no_prefetch,
@@ -194,7 +204,7 @@ def open_model(
     from ..loader import load, plan_load
 
     config = K3Config.from_file(folder)
-    context = {"kv_bits": loading.kv}
+    context = {"kv_bits": loading.kv, "vision": not loading.no_vision}
     if loading.context is not None:
         context["context_tokens"] = parse_tokens(loading.context)
     memory_bytes, plan = _plan(folder, loading.memory, context)

@@ -86,6 +86,7 @@ def serve(
     trace: loading.TraceOption = None,
     activations: loading.ActivationsOption = None,
     kv: loading.KvOption = None,
+    no_vision: loading.NoVisionOption = False,
 ) -> None:
     """Answer requests over HTTP, as OpenAI's API does.
 
@@ -104,7 +105,16 @@ def serve(
         MLX_K3_API_KEY=secret mlx-k3 serve ~/kimi-k3-mlx --host 0.0.0.0
     """
     how = loading.Loading(
-        memory, context, policy, no_prefetch, active_experts, drop_missed, trace, activations, kv
+        memory,
+        context,
+        policy,
+        no_prefetch,
+        active_experts,
+        drop_missed,
+        trace,
+        activations,
+        kv,
+        no_vision,
     )
     max_body_bytes = parse_bytes(max_body)
     if api_key == "":

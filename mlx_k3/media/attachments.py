@@ -1,6 +1,7 @@
 """What a conversation has beside text: a picture or a film, opened and ready for the model.
 
-Owns how each stands in a prompt, and how it is written down to be opened again later.
+Owns how many there may be, how each stands in a prompt, and how it is written down to be opened
+again later.
 """
 
 import base64
@@ -16,6 +17,8 @@ from .medium import Medium
 from .processor import Processor
 from .video import open_video, timestamp
 
+# Of a conversation. In memory one takes up to 40 MB, in a prompt up to 16,384 places.
+MAX_ATTACHMENTS = 32
 # Of files that are taken for pictures and films when their names stand in a line.
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg"})
@@ -115,6 +118,19 @@ def open_part(
     if digests is not None and digests != [m.digest[:16] for m in seen.media]:
         raise K3Error(f"{source} is not the video any more that the conversation is about")
     return seen
+
+
+def check_count(count: int) -> None:
+    """Refuse more pictures and videos than a conversation may have.
+
+    Raises:
+        K3Error: there are too many.
+    """
+    if count > MAX_ATTACHMENTS:
+        raise K3Error(
+            f"{count} pictures and videos are too many; a conversation has at most "
+            f"{MAX_ATTACHMENTS}"
+        )
 
 
 def is_image(part: dict[str, Any]) -> bool:

@@ -102,19 +102,29 @@ def read_file(path: str | Path) -> bytes:
     Raises:
         K3Error: it is no file, cannot be read, or is too large for a picture.
     """
-    path = Path(path).expanduser()
+    path = existing_file(path)
     try:
-        if not path.is_file():
-            what = "is no file" if path.exists() else "there is no such file"
-            raise K3Error(f"{path}: {what}")
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise K3Error(
-                f"{path} has more than {MAX_FILE_BYTES >> 20} MiB, too much for a picture"
-            )
+            raise K3Error(f"{path} is too large: over {MAX_FILE_BYTES >> 20} MiB")
         return path.read_bytes()
     except OSError as e:
         raise K3Error(f"{path}: {e.strerror}") from None
-    except ValueError:  # a zero byte
+
+
+def existing_file(path: str | Path) -> Path:
+    """The file at ``path``, which may begin with ``~``.
+
+    Raises:
+        K3Error: there is none, or it is something else.
+    """
+    try:
+        path = Path(path).expanduser()
+        if path.is_file():
+            return path
+        raise K3Error(f"{path}: {'is no file' if path.exists() else 'there is no such file'}")
+    except OSError as e:
+        raise K3Error(f"{path}: {e.strerror}") from None
+    except (ValueError, RuntimeError):  # a zero byte; a home of nobody
         raise K3Error(f"{str(path)!r} is no path") from None
 
 

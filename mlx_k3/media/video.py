@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import K3Error, UnsupportedError
-from .images import MAX_PIXELS
+from .images import MAX_PIXELS, existing_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -54,10 +54,8 @@ def open_video(
     """
     data = source if isinstance(source, bytes) else None
     if data is None:
-        path = Path(source).expanduser()
+        path = existing_file(source)
         name = str(path)
-        if not path.is_file():
-            raise K3Error(f"{path}: {'is no file' if path.exists() else 'there is no such file'}")
     elif not data:
         raise K3Error(f"{name} is empty")
 

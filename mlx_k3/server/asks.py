@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..chat.generation import PlainParser, Sampling, prepare
+from ..chat.generation import PlainParser, Sampling
+from ..chat.preparing import prepare
 from ..chat.xtml import encode_text
 from ..chat.xtml_parser import ReplyParser
 from ..errors import UnsupportedError
