@@ -23,9 +23,9 @@ from .experts.budget import DEFAULT_CONTEXT, MemoryPlan, plan_folder
 from .experts.lossy import Levers
 from .experts.offload import Offload
 from .experts.trace import TraceWriter
+from .eyes import Eyes, has_tower
 from .kernels import backend
 from .kernels.verdicts import refusal
-from .eyes import Eyes, has_tower
 from .models.kimi import Model
 from .models.latent_cache import KV_BITS
 from .models.weights import check_parameters
@@ -104,6 +104,8 @@ def load(
             f"{path} fits in memory as a whole, so there are no reads to trace or to avoid; "
             "leave out trace and levers, or give less memory"
         )
+    if backend() != "reference" and (line := refusal()) is not None:
+        print(line, file=sys.stderr)
     model = assemble(
         folder,
         dtype,

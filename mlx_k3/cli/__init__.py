@@ -11,6 +11,7 @@ import sys
 import typer
 
 from ..errors import K3Error
+from .bench import bench
 from .chat import chat
 from .convert import convert
 from .doctor import doctor
@@ -71,6 +72,7 @@ def main() -> None:
         raise SystemExit(141) from None
 
 
+app.command()(bench)
 app.command()(chat)
 app.command()(convert)
 app.command()(doctor)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,27 +23,35 @@ from ..units import format_bytes
 from ..version import __version__
 from . import loading
 
+if TYPE_CHECKING:
+    from ..bench.run import Result
+
 # Largest accepted error of the self check, relative to the largest logit, in float32.
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the report. ``data`` is what ``--json`` shows, ``problem`` fails the command."""
+    """One line of the report. ``data`` is what ``--json`` shows, ``problem`` fails the command.
+
+    ``details`` are lines below it.
+    """
 
     name: str
     text: str
     data: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
     advice: str | None = None
+    details: tuple[str, ...] = ()
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show versions, device, BLAS and disk, and check the arithmetic on a small model.
+    """Show versions, device, BLAS and disk, and check the arithmetic: each GPU kernel, a model.
 
-    Exit code 1 if a check fails.
+    A kernel that is wrong on this device is not used any more, until doctor finds it right. Exit
+    code 1 if a check fails.
 
     Examples:
 
@@ -62,6 +70,8 @@ def doctor(
     else:
         for fact in facts:
             print(f"{fact.name:12} {fact.text}")
+            for line in fact.details:
+                print(f"{'':12} {line}")
         for line in problems:
             print(f"Problem: {line}")
         for line in advice:
@@ -168,11 +178,69 @@ def _expert_reads() -> Fact:
 
 
 def _kernels() -> Fact:
+    """Every kernel against plain MLX, on random numbers; what is wrong is not used from now on."""
     try:
         from ..kernels import backend
     except ImportError:
         return Fact("kernels", "none", {"kernels": None})
-    return Fact("kernels", backend(), {"kernels": backend()})
+    if backend() == "reference":
+        return Fact("kernels", "reference: plain MLX, as there is no GPU", {"kernels": backend()})
+    from ..bench.cases import cases, doctor_sizes
+    from ..bench.measure import rates
+    from ..bench.run import try_kernel
+    from ..kernels.verdicts import record
+
+    speed = rates()
+    results = [try_kernel(case, speed) for case in cases(doctor_sizes())]
+    faults = {name: r.fault for r in results for name in r.kernels if r.fault}
+    names = {name for r in results for name in r.kernels}
+    data = {
+        "kernels": backend(),
+        "copy_gb_per_s": round(speed.copy / 1e9, 1),
+        "kernels_refused": sorted(faults),
+        "kernel_checks": [
+            {
+                "name": r.name,
+                "kernels": r.kernels,
+                "error": r.error,
+                "us": r.kernel_evaluated_us,
+                "bandwidth_share": r.bandwidth_share,
+                "fault": r.fault,
+            }
+            for r in results
+        ],
+    }
+    text = f"{backend()}: {len(names - faults.keys())} of {len(names)} right; a copy runs at "
+    problem = None
+    if faults:
+        problem = "kernels: " + "; ".join(f"{name} {why}" for name, why in faults.items())
+    try:
+        record(faults)
+    except K3Error as e:
+        problem = f"{problem}; {e}" if problem else str(e)
+    return Fact(
+        "kernels",
+        f"{text}{format_bytes(int(speed.copy))}/s",
+        data,
+        problem,
+        advice="plain MLX takes the place of those kernels; please report what doctor --json prints"
+        if faults
+        else None,
+        details=tuple(_kernel_line(r) for r in results),
+    )
+
+
+def _kernel_line(result: "Result") -> str:
+    if result.problem is not None:
+        return f"{result.name:30} does not run"
+    wrong = "  WRONG" if result.fault else ""
+    share = f"{result.bandwidth_share:.0%} of a copy"
+    return f"{result.name:30} {result.error:7.0e} {_time(result):>9}  {share}{wrong}"
+
+
+def _time(result: "Result") -> str:
+    us = result.kernel_evaluated_us
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.2f} ms"
 
 
 def _self_check() -> Fact:

@@ -14,11 +14,16 @@ class ResidualStream:
     Plain residuals are the case without blocks: what is read is then the running sum.
     """
 
-    def __init__(self, embedding: mx.array, eps: float):
+    def __init__(self, embedding: mx.array, eps: float, blocks: mx.array | None = None):
         self._sum: mx.array | None = embedding  # None where a block begins
         self._update: mx.array | None = None  # given by a sublayer, not yet part of the sum
         self._eps = eps
-        self._blocks: mx.array | None = None  # [..., M, D]
+        self._blocks = blocks  # [..., M, D]
+
+    @property
+    def parts(self) -> tuple[mx.array | None, mx.array | None]:
+        """The sum and what a sublayer gave to it since; what is None counts as zero."""
+        return self._sum, self._update
 
     @property
     def current(self) -> mx.array:

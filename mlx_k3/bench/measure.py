@@ -1,0 +1,80 @@
+"""How long a step takes, how far its results are off, and what the device can do at best.
+
+Steps depend on each other and are evaluated together, so that nothing overlaps.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .cases import State
+
+ROUNDS = 9
+MOST_SECONDS = 2.0  # for a figure, after the first chain; one more chain is always timed
+COPY_BYTES = 1 << 30
+
+
+class Timing(NamedTuple):
+    """Of a step, medians: all of it, and without the time Python takes to ask for it."""
+
+    seconds: float
+    evaluated_seconds: float
+
+
+class Rates(NamedTuple):
+    """What the device reaches at best."""
+
+    copy: float  # bytes read and written a second
+    flops: float  # of a large matrix product
+
+
+def timing(step: Callable[..., State], state: State, chain: int, rounds: int = ROUNDS) -> Timing:
+    """The medians over ``rounds`` chains of ``chain`` steps, after one chain that compiles."""
+    mx.eval(state)
+    _chain(step, state, chain)
+    end = time.perf_counter() + MOST_SECONDS
+    taken = [_chain(step, state, chain)]
+    while len(taken) < rounds and time.perf_counter() < end:
+        taken.append(_chain(step, state, chain))
+    return Timing(*(median(times) / chain for times in zip(*taken, strict=True)))
+
+
+def _chain(step: Callable[..., State], state: State, chain: int) -> Timing:
+    begin = time.perf_counter()
+    for _ in range(chain):
+        state = step(*state)
+    asked = time.perf_counter()
+    mx.eval(state)
+    end = time.perf_counter()
+    return Timing(end - begin, end - asked)
+
+
+def error(got: Sequence[mx.array], want: Sequence[mx.array]) -> float:
+    """The largest error of any array, of that array's largest value; NaN if there is one."""
+    errors = []
+    for x, y in zip(got, want, strict=True):
+        x, y = x.astype(mx.float32), y.astype(mx.float32)
+        scale = mx.maximum(mx.abs(y).max(), mx.finfo(mx.float32).smallest_normal)
+        errors.append(mx.abs(x - y).max() / scale)
+    return mx.stack(errors).max().item()
+
+
+def rates(copy_bytes: int | None = None) -> Rates:
+    """Measured now: MLX's copy of ``copy_bytes``, and its product of square matrices.
+
+    Tiny arrays tell nothing, and are for a dry run.
+    """
+    copy_bytes = COPY_BYTES if copy_bytes is None else copy_bytes
+    size = copy_bytes // 4
+    x = mx.zeros((size,), mx.float32)
+    seconds = timing(lambda x: (x + 1,), (x,), 4, 5).evaluated_seconds
+    gpu = mx.default_device().type == mx.gpu
+    N, dtype = (8192, mx.bfloat16) if gpu else (1024, mx.float32)
+    a, b = (mx.random.normal((N, N)).astype(dtype) for _ in range(2))
+    b = b * N**-0.5  # so that products of products stay as large as they are
+    mx.eval(a, b)
+    product = timing(lambda a: (a @ b,), (a,), 2, 5).evaluated_seconds
+    return Rates(2 * x.nbytes / seconds, 2 * N**3 / product)
