@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Attention over a long text: one MLA layer of K3's head sizes, its cache, speed and memory.
+"""Attention over a long text: one MLA layer of K3's head sizes beside mlx-lm's, speed and memory.
 
     python scripts/bench_context.py                          # 4k, 32k and 128k tokens, 4 heads
     python scripts/bench_context.py --heads 96 --tokens 8k
 
 Weights and text are random. For each length and form of the cache, each in a process of its own:
-what the cache takes, the time of 512 tokens of a prompt and of a token after it, and how far
-memory rose above the cache since before there was one, by MLX's count and the process's peak.
+what the cache takes, the time of 512 tokens of a prompt and of a token after it (medians), and how
+far memory rose above the cache since before there was one, by MLX's count and the process's peak.
+The last row of a length is mlx-lm's layer of Kimi Linear with its cache; it has no output gate.
 """
 
 import argparse
@@ -15,13 +16,16 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+HIDDEN = 512
 FILL_TOKENS = 1024  # that are put into the cache at once before anything is measured
-FORMS = (None, 8, 4)
+FORMS = (None, 8, 4, "mlx-lm")
+PROMPTS, TOKENS = 3, 9  # of which medians are taken
 
 
 def main() -> None:
@@ -36,8 +40,8 @@ def main() -> None:
         return print(json.dumps(measure(**json.loads(args.one))))
     figures = []
     for tokens in args.tokens.split(","):
-        for bits in FORMS:
-            job = {"tokens": tokens, "bits": bits, "heads": args.heads, "dtype": args.dtype}
+        for form in FORMS:
+            job = {"tokens": tokens, "form": form, "heads": args.heads, "dtype": args.dtype}
             command = [sys.executable, __file__, "--one", json.dumps(job)]
             run = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             figures.append(job | json.loads(run.stdout))
@@ -46,41 +50,43 @@ def main() -> None:
         args.json.write_text(json.dumps(figures, indent=1))
 
 
-def measure(tokens: str, bits: int | None, heads: int, dtype: str) -> dict[str, Any]:
+def measure(tokens: str, form: int | str | None, heads: int, dtype: str) -> dict[str, Any]:
     """One row, in seconds and bytes."""
     import mlx_k3  # noqa: F401  # loads OpenBLAS before MLX
     import mlx.core as mx  # isort: skip
 
     from mlx_k3.experts.machine import peak_rss_bytes
     from mlx_k3.models.blocks import BLOCK_TOKENS
-    from mlx_k3.models.latent_cache import LatentCache
     from mlx_k3.units import parse_tokens
 
-    layer, kind = make_layer(heads, dtype), getattr(mx, dtype)
-    rank, shared = layer.latent_dim, layer.rope_dim
+    kind = getattr(mx, dtype)
+    attend_to, new_cache, append = (peer if form == "mlx-lm" else ours)(form, heads, dtype)
 
-    def attend(n: int, cache: LatentCache | None = None) -> float:
-        x = mx.random.normal((1, n, layer.g_proj.weight.shape[1])).astype(kind)
+    def attend(n: int, cache: Any) -> float:
+        x = mx.random.normal((1, n, HIDDEN)).astype(kind)
         mx.eval(x)
         start = time.perf_counter()
-        mx.eval(layer(x, cache))
+        mx.eval(attend_to(x, cache))
         return time.perf_counter() - start
 
-    attend(BLOCK_TOKENS)  # What a process needs once is no part of the figures.
+    attend(BLOCK_TOKENS, new_cache())  # What a process needs once is no part of the figures.
+    mx.clear_cache()
     mlx_before, process_before = mx.get_active_memory(), peak_rss_bytes()
     mx.reset_peak_memory()
-    cache, length = LatentCache(bits), parse_tokens(tokens)
-    before = length - BLOCK_TOKENS
-    while cache.size() < before:
-        n = min(FILL_TOKENS, before - cache.size())
-        rows = (mx.random.normal((1, 1, n, width)).astype(kind) for width in (rank, shared))
-        cache.append(*rows)
-        mx.eval(cache.state)
-    prefill_seconds = attend(BLOCK_TOKENS, cache)
-    token_seconds = median(attend(1, cache) for _ in range(5))
+    cache, before = new_cache(), parse_tokens(tokens) - BLOCK_TOKENS
+    while cache.offset < before:
+        n = min(FILL_TOKENS, before - cache.offset)
+        append(cache, *(mx.random.normal((1, 1, n, width)).astype(kind) for width in (512, 64)))
+        mx.eval(cache.state[0])
+    prompts = []
+    for _ in range(PROMPTS):
+        prompts.append(attend(BLOCK_TOKENS, cache))
+        cache.trim(BLOCK_TOKENS)
+    attend(BLOCK_TOKENS, cache)
+    token_seconds = median(attend(1, cache) for _ in range(TOKENS))
     return {
         "cache_bytes": cache.nbytes,
-        "prefill_seconds": prefill_seconds,
+        "prefill_seconds": median(prompts),
         "token_seconds": token_seconds,
         "mlx_bytes": mx.get_peak_memory() - mlx_before - cache.nbytes,
         "process_bytes": peak_rss_bytes() - process_before - cache.nbytes,
@@ -88,23 +94,46 @@ def measure(tokens: str, bits: int | None, heads: int, dtype: str) -> dict[str, 
     }
 
 
-def make_layer(heads: int, dtype: str) -> Any:
+def ours(bits: int | None, heads: int, dtype: str) -> tuple[Callable, Callable, Callable]:
+    """How to attend, to make a cache, and to put rows into one."""
+    from mlx_k3.models.latent_cache import LatentCache
+    from mlx_k3.models.mla import KimiMLAAttention
+
+    layer = made(KimiMLAAttention, heads, dtype, mla_use_output_gate=True)
+    return layer, lambda: LatentCache(bits), LatentCache.append
+
+
+def peer(_: str, heads: int, dtype: str) -> tuple[Callable, Callable, Callable]:
+    """The same of mlx-lm."""
+    from mlx_lm.models.base import create_attention_mask
+    from mlx_lm.models.cache import KVCache
+    from mlx_lm.models.kimi_linear import KimiMLAAttention
+
+    layer = made(KimiMLAAttention, heads, dtype, num_key_value_heads=heads, rms_norm_eps=1e-5)
+
+    def attend(x: Any, cache: KVCache) -> Any:
+        # An array, as a mask by name is nothing that its layer takes.
+        mask = create_attention_mask(x, cache, return_array=True)
+        return layer(x, mask, cache)
+
+    return attend, KVCache, KVCache.update_and_fetch
+
+
+def made(kind: type, heads: int, dtype: str, **more: Any) -> Any:
     """A random layer with K3's head sizes and rank, narrow outside of attention."""
     import mlx.core as mx
 
-    from mlx_k3.models.mla import KimiMLAAttention
-
     sizes = SimpleNamespace(
-        hidden_size=512,
+        hidden_size=HIDDEN,
         num_attention_heads=heads,
-        q_lora_rank=256,
+        q_lora_rank=None,
         kv_lora_rank=512,
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
-        mla_use_output_gate=True,
+        **more,
     )
-    layer = KimiMLAAttention(sizes)
+    layer = kind(sizes)
     layer.set_dtype(getattr(mx, dtype))
     layer.eval()
     mx.eval(layer.parameters())
@@ -119,7 +148,7 @@ def report(figures: list[dict[str, Any]]) -> None:
     )
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for row in figures:
-        form = f"{row['bits']} bit" if row["bits"] else row["dtype"]
+        form = {None: row["dtype"], 8: "8 bit", 4: "4 bit"}.get(row["form"], row["form"])
         memory = (f"{row[f'{what}_bytes'] / 1e6:.0f}" for what in ("mlx", "process"))
         print(
             f"| {row['tokens']} | {form} | {row['cache_bytes'] / 1e6:.0f} "
