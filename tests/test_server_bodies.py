@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from mlx_k3 import nano
 from mlx_k3.chat.tokenizer import load_tokenizer
+from mlx_k3.config import K3Config
 from mlx_k3.errors import K3Error
 from mlx_k3.server.asks import Asker, Defaults
 from mlx_k3.server.bodies import ChatRequest, CompletionRequest, parse
 from mlx_k3.server.errors import ApiError, api_error
+from mlx_k3.server.pictures import Pictures, Sources
 from mlx_k3.tasks.toolbox import CALCULATOR, CONVERT
 
 CHAT = {
@@ -76,7 +79,9 @@ COMPLETION = {"prompt": [[1, 2, 3]], "max_tokens": 5, "logprobs": 1, "echo": Fal
 
 @pytest.fixture(scope="module")
 def asker():
-    return Asker(load_tokenizer(nano.converted()), 2048, Defaults())
+    model = SimpleNamespace(vision=None, config=K3Config.from_file(nano.converted()))
+    pictures = Pictures(model, Sources(), 2048)
+    return Asker(load_tokenizer(nano.converted()), 2048, Defaults(), pictures)
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:

@@ -18,6 +18,7 @@ from mlx_k3.server.asks import Asker, Defaults
 from mlx_k3.server.bodies import ChatRequest, parse
 from mlx_k3.server.errors import api_error
 from mlx_k3.server.metrics import Metrics
+from mlx_k3.server.pictures import Pictures, Sources
 from mlx_k3.server.queue import BLOCK_TOKENS, GenerationQueue, Job, Left, Reading
 from mlx_k3.server.tool_calls import ToolCallWriter
 from mlx_k3.tasks.toolbox import CALCULATOR, CONVERT
@@ -32,7 +33,7 @@ def loaded():
 
 def make_ask(tokenizer, text, **options):
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, **options}
-    asker = Asker(tokenizer, 2048, Defaults())
+    asker = Asker(tokenizer, 2048, Defaults(), Pictures(None, Sources(), 2048))
     return asker.chat(*parse(ChatRequest, json.dumps(body).encode()))
 
 

@@ -1,5 +1,6 @@
 """``mlx-k3 serve``: OpenAI's HTTP interface to a model."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,6 +50,23 @@ def serve(
             rich_help_panel=_NETWORK,
         ),
     ] = None,
+    allow_files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Let requests name pictures in this folder, as file:///FOLDER/photo.jpg. Without: "
+            "they bring their pictures.",
+            metavar="FOLDER",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None,
+    allow_urls: Annotated[
+        bool,
+        typer.Option(
+            "--allow-urls",
+            help="Fetch pictures from the addresses that requests name, in this network too.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = False,
     max_body: Annotated[
         str, typer.Option(help="The largest request.", rich_help_panel=_NETWORK)
     ] = "32MB",
@@ -120,12 +138,13 @@ def serve(
     if api_key == "":
         raise K3Error("--api-key is empty")
     folder = loading.model_folder(model)
-    K3Config.from_file(folder)
+    _check_sources(K3Config.from_file(folder), allow_files, allow_urls, no_vision)
     recommended = recommended_sampling(folder)
 
     from ..chat.generation import Sampling
     from ..server.app import Limits, Service
     from ..server.asks import Defaults
+    from ..server.pictures import Sources
     from ..server.run import bind, url_of
     from ..server.run import serve as answer
 
@@ -144,9 +163,18 @@ def serve(
             prompts=open_prompts(folder, network),
             most_waiting=max_queue,
             defaults=Defaults(max_tokens, temp, top_p),
+            sources=Sources(allow_files, allow_urls),
         )
         limits = Limits(api_key, tuple(origin or ()), max_body_bytes)
         ready = f"{service.name} answers at {url_of(listener)}"
         interrupted = answer(service, limits, listener, lambda: note(ready))
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _check_sources(config: K3Config, folder: Path | None, urls: bool, no_vision: bool) -> None:
+    option = "--allow-files" if folder is not None else "--allow-urls" if urls else None
+    if option is not None and (no_vision or config.vision_config is None):
+        raise K3Error(f"{option}: the model would see no pictures; leave it out")
+    if folder is not None and not folder.is_dir():
+        raise K3Error(f"--allow-files {folder}: there is no such folder")

@@ -28,6 +28,7 @@ from .bodies import ChatRequest, CompletionRequest, parse
 from .errors import ApiError, api_error
 from .guards import Guard, Log
 from .metrics import Metrics
+from .pictures import Pictures, Sources
 from .queue import GenerationQueue
 from .replies import EventStream, Listener, Shape, whole
 from .shapes import ChatShape, CompletionShape
@@ -52,6 +53,7 @@ class Service:
         created: when it came to be, in seconds since 1970.
         prompts: see :class:`~.queue.GenerationQueue`, as for ``most_waiting``.
         defaults: what holds where a request says nothing.
+        sources: what pictures a request may name, beside those it brings.
     """
 
     def __init__(
@@ -64,13 +66,16 @@ class Service:
         prompts: PromptCache | None,
         most_waiting: int | None,
         defaults: Defaults,
+        sources: Sources | None = None,
     ):
         self.metrics = Metrics(name)
         self.queue = GenerationQueue(model, tokenizer, prompts, most_waiting, self.metrics)
         self.metrics.watch(model, prompts, self.queue)
         self.name, self._created, self._table = name, created, tokenizer.table
         self._stop_ids = set(tokenizer.eos_token_ids)
-        self._asker = Asker(tokenizer, model.plan.context_tokens, defaults)
+        context = model.plan.context_tokens
+        pictures = Pictures(model, sources or Sources(), context)
+        self._asker = Asker(tokenizer, context, defaults, pictures)
         self._asking = ThreadPoolExecutor(1, "prompts")
 
     async def chat(self, request: Request) -> Response:

@@ -5,20 +5,23 @@ context. Knows nothing of HTTP and queues.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..chat.attaching import media_of
 from ..chat.generation import PlainParser, Sampling
 from ..chat.preparing import prepare
-from ..chat.xtml import encode_text
+from ..chat.xtml import MEDIA_PARTS, encode_text
 from ..chat.xtml_parser import ReplyParser
 from ..errors import UnsupportedError
+from ..media.medium import Medium
 from .bodies import ChatRequest, CompletionRequest, Message, Request
 from .errors import ApiError
+from .pictures import Pictures
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 
@@ -55,16 +58,26 @@ class Ask:
     stop: list[str]
     seed: int | None
     top_logprobs: int | None
+    media: list[Medium] = field(default_factory=list)
+    """What the prompt shows."""
 
 
 class Asker:
     """Makes what one model is asked. Used by one thread at a time, as its tokenizer must be.
 
-    ``context_tokens`` is what a prompt and its answer may have together.
+    ``context_tokens`` is what a prompt and its answer may have together; ``pictures`` opens what
+    messages show.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, context_tokens: int, defaults: Defaults):
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        context_tokens: int,
+        defaults: Defaults,
+        pictures: Pictures,
+    ):
         self._tokenizer, self._context, self._defaults = tokenizer, context_tokens, defaults
+        self._pictures = pictures
         self._newline = encode_text("\n", tokenizer)
 
     def chat(self, request: ChatRequest, given: dict[str, Any]) -> Ask:
@@ -74,13 +87,14 @@ class Asker:
             K3Error: a message or a setting does not fit the model.
         """
         for i, message in enumerate(request.messages):
-            _only_text(message, f"messages[{i}]")
+            _check_parts(message, f"messages[{i}]")
         thinking, effort = _thinking(request)
         if not self._tokenizer.speaks_xtml and effort != "max":
             raise UnsupportedError("this model's chat format has no thinking effort")
+        messages = self._pictures.opened(given["messages"])
         ids, parser, processors = prepare(
             self._tokenizer,
-            [_system_if_developer(message) for message in given["messages"]],
+            [_system_if_developer(message) for message in messages],
             thinking=thinking,
             thinking_effort=effort,
             # As they came: the model reads a declaration's own words.
@@ -94,7 +108,9 @@ class Asker:
             raise ApiError(400, message, param="top_logprobs", code="invalid_value")
         top = (request.top_logprobs or 0) if request.logprobs else None
         limit = request.max_completion_tokens or request.max_tokens
-        return self._ask(request, "messages", ids, parser, processors, limit, top)
+        ask = self._ask(request, "messages", ids, parser, processors, limit, top)
+        ask.media = media_of(messages)
+        return ask
 
     def completion(self, request: CompletionRequest) -> Ask:
         """Of a text to continue.
@@ -206,13 +222,13 @@ def _thinking(request: ChatRequest) -> tuple[bool, str]:
     return thinking, effort
 
 
-def _only_text(message: Message, param: str) -> None:
+def _check_parts(message: Message, param: str) -> None:
     if isinstance(message.content, list):
         for i, part in enumerate(message.content):
-            if part.type != "text":
+            if part.type != "text" and part.type not in MEDIA_PARTS:
                 raise ApiError(
                     400,
-                    f"a part of type {part.type!r}: this server takes text only",
+                    f"a part of type {part.type!r}; text, image_url and video_url are known",
                     param=f"{param}.content[{i}]",
                     code="unsupported_content",
                 )

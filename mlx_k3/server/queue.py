@@ -172,6 +172,7 @@ class GenerationQueue:
             ask.parser,
             ask.sampling,
             prompts=self._prompts,
+            media=ask.media,
         )
         with closing(chunks), self._metrics.answer(counts, begin) as meter:
             for chunk in chunks:
