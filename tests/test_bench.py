@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from mlx_k3 import load, nano
+from mlx_k3.bench import attention_cases, layer, measure, peers, report, run
 from mlx_k3.bench import cases as bench_cases
-from mlx_k3.bench import layer, measure, peers, report, run
-from mlx_k3.bench.cases import cases, tiny_sizes
+from mlx_k3.bench import sizes as bench_sizes
+from mlx_k3.bench.cases import cases
+from mlx_k3.bench.sizes import tiny_sizes
 from mlx_k3.cli import app
 from mlx_k3.errors import K3Error, KernelError
 from mlx_k3.kernels import build, situ, using, verdicts
@@ -35,7 +37,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_kernel_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_cases, "mla_decode_pays", lambda *_: True)  # else on Hopper only
+    monkeypatch.setattr(attention_cases, "mla_decode_pays", lambda *_: True)  # else on Hopper only
     sizes = tiny_sizes()._replace(contexts=(64,))
     sources = (REPOSITORY / "mlx_k3/kernels/source").glob("*.h")
     written = {path.stem for path in sources if "\nKERNEL {" in path.read_text()}
@@ -46,7 +48,7 @@ def test_every_kernel_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mlx_lm_computes_the_same(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the two columns of the table are of the same work."""
     listed, seen = iter([True]), set()  # listed as if it had a kernel, and run without
-    monkeypatch.setattr(bench_cases, "mla_decode_pays", lambda *_: next(listed, False))
+    monkeypatch.setattr(attention_cases, "mla_decode_pays", lambda *_: next(listed, False))
     for case in cases(tiny_sizes()._replace(dtype=dtype, contexts=(64,))):
         step = peers.mlx_lm_step(case)
         got, want = step(*case.state), case.step(*case.state)
@@ -81,9 +83,8 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Doctor tries situ and the router only, in small."""
     for name in ("residual", "experts", "kda", "mla"):
         monkeypatch.delitem(bench_cases.GROUPS, name)
-    monkeypatch.setattr(bench_cases, "doctor_sizes", tiny_sizes)
+    monkeypatch.setattr(bench_sizes, "doctor_sizes", tiny_sizes)
     monkeypatch.setattr(measure, "rates", lambda: RATES)
-    monkeypatch.setattr(bench_cases, "CHAIN", 1)
 
 
 @needs_clang

@@ -18,9 +18,12 @@ from mlx_lm.models.cache import ArraysCache
 from ..config import K3Config
 from ..models.kimi import DecoderLayer
 from ..models.residual import ResidualStream
-from .cases import BLOCKS, Sizes, State, expert_stacks
+from .case import State
+from .cases import BLOCKS
+from .expert_cases import expert_stacks
 from .measure import ROUNDS, Rates, error, timing
 from .peers import kimi_k3
+from .sizes import Sizes
 
 OURS = "mlx-k3"
 LAYER = 1  # the first with experts

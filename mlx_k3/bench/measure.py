@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cases import State
+from .case import State
 
 ROUNDS = 9
 MOST_SECONDS = 2.0  # for a figure, after the first chain; one more chain is always timed

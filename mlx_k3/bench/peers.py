@@ -8,7 +8,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from .cases import EPS, Case, State
+from .case import EPS, Case, State
 
 try:
     from mlx_lm.models import gated_delta, kimi_k3

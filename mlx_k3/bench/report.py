@@ -13,10 +13,11 @@ import mlx.core as mx
 
 from ..kernels import backend
 from . import layer, run
-from .cases import GROUPS, Sizes, cases, cpu_sizes, k3_sizes
+from .cases import GROUPS, cases
 from .layer import LayerResult
 from .measure import ROUNDS, Rates
 from .run import Result
+from .sizes import Sizes, cpu_sizes, k3_sizes
 
 LAYER = "layer"
 NAMES = (*GROUPS, LAYER)
@@ -83,7 +84,7 @@ def sizes_here() -> Sizes:
     if backend() == "reference":
         return cpu_sizes()
     info = mx.device_info()
-    memory_bytes = info.get("memory_size") or info["total_memory"]
+    memory_bytes = info.get("memory_size") or info.get("total_memory") or 0
     sizes = k3_sizes(max(32, min(896, memory_bytes // 4 // EXPERT_BYTES)))
     if memory_bytes < LONG_PROMPTS_FROM_BYTES:
         sizes = sizes._replace(prompts=sizes.prompts[:2], contexts=sizes.contexts[:2])

@@ -8,7 +8,7 @@ import mlx.core as mx
 from .. import kernels
 from ..errors import KernelError
 from ..kernels.verdicts import all_trusted
-from .cases import Case
+from .case import Case
 from .measure import ROUNDS, Rates, Timing, error, timing
 from .peers import mlx_lm_step
 

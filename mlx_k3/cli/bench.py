@@ -1,5 +1,6 @@
 """``mlx-k3 bench``: how fast the kernels are on this device, beside what else there is."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -28,6 +29,8 @@ def bench(
 
         mlx-k3 bench --only router --only kda --json
     """
+    # Errors are of float32, which some GPUs would else round to TF32 in products.
+    os.environ["MLX_ENABLE_TF32"] = "0"
     from ..bench import report
     from ..bench.measure import rates
 

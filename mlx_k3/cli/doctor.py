@@ -185,9 +185,10 @@ def _kernels() -> Fact:
         return Fact("kernels", "none", {"kernels": None})
     if backend() == "reference":
         return Fact("kernels", "reference: plain MLX, as there is no GPU", {"kernels": backend()})
-    from ..bench.cases import cases, doctor_sizes
+    from ..bench.cases import cases
     from ..bench.measure import rates
     from ..bench.run import try_kernel
+    from ..bench.sizes import doctor_sizes
     from ..kernels.verdicts import record
 
     speed = rates()
