@@ -23,19 +23,27 @@ START_SECONDS = 60
 
 
 class Server:
-    """``mlx-k3 serve`` with ``options`` on a free port."""
+    """``mlx-k3 serve`` on a free port; ``cache`` is its cache folder, else one of its own."""
 
-    def __init__(self, *options: str, key: str | None = KEY, model: Path | None = None):
+    def __init__(
+        self,
+        *options: str,
+        key: str | None = KEY,
+        model: Path | None = None,
+        cache: Path | None = None,
+    ):
         command = [sys.executable, "-m", "mlx_k3", "serve", *([str(model)] if model else [])]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         if key is not None:
             environment["MLX_K3_API_KEY"] = key
         # What it keeps of prompts is its own; the converted model is not made anew.
         self._cache = tempfile.TemporaryDirectory()
-        converted = nano.converted()
-        (Path(self._cache.name) / "mlx-k3").mkdir()
-        (Path(self._cache.name) / "mlx-k3" / converted.name).symlink_to(converted)
-        environment["XDG_CACHE_HOME"] = self._cache.name
+        cache = cache or Path(self._cache.name)
+        converted, own = nano.converted(), cache / "mlx-k3"
+        own.mkdir(exist_ok=True)
+        if not (own / converted.name).exists():
+            (own / converted.name).symlink_to(converted)
+        environment["XDG_CACHE_HOME"] = str(cache)
         self.process = subprocess.Popen(
             [*command, "--port", "0", "--temp", "0", *options],
             stdout=subprocess.PIPE,
