@@ -29,6 +29,7 @@ from .support.models import convert_golden
 
 LONG = 128 * 1024
 BEYOND_CACHE_BYTES = 256 << 20
+RECALLED = 0.9  # of the answers' tokens, by the bundled model, at every length it was trained for
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +180,6 @@ def test_a_packed_cache_recalls_what_a_plain_one_recalls(family, items, least):
             logits = model(ids, cache=model.make_cache())
             tokens += np.array(mx.argmax(logits[0], axis=-1))[places].tolist()
     shares = {bits: np.mean(np.array(tokens) == wanted) for bits, tokens in said.items()}
-    assert shares[None] > 0.9
+    assert shares[None] > RECALLED
     assert abs(shares[8] - shares[None]) < 0.01 and abs(shares[4] - shares[None]) < 0.02
     assert np.mean(np.array(said[8]) == said[None]) > 0.99
