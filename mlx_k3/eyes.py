@@ -13,7 +13,7 @@ from .checkpoint.index import LocalFolder, open_checkpoint
 from .config import VISION_PARTS, K3Config, VisionConfig
 from .media.medium import Medium
 from .media.processor import Processor
-from .models.vision import Vision
+from .models.vision import BLOCK_PATCHES, PatchEmbedding, Vision
 from .models.weights import check_parameters
 
 
@@ -34,12 +34,12 @@ class Eyes:
         self._folder, self._dtype = folder, dtype
         self._config = VisionConfig.from_dict(config.vision_config or {})
         self.processor = Processor.from_folder(folder)
-        self._tower: Vision | None = None
+        self._vision: Vision | None = None
 
     @property
     def is_loaded(self) -> bool:
         """Whether the tower is in memory."""
-        return self._tower is not None
+        return self._vision is not None
 
     def encode(self, medium: Medium, on_block: Callable[[], None] = lambda: None) -> mx.array:
         """The vectors of ``medium``, computed: ``[tokens, text hidden]``.
@@ -49,13 +49,9 @@ class Eyes:
         Raises:
             CheckpointError: the tower's weights are missing or damaged.
         """
-        tower = self._tower = self._tower or self._load()
-        dtype = tower.mm_projector.post_norm.weight.dtype
-        pixels = mx.array(medium.values())[None].astype(dtype)
-        vectors = tower(pixels, medium.grid, on_block)[0]
-        mx.eval(vectors)
-        mx.clear_cache()
-        return vectors
+        if self._vision is None:
+            self._vision = self._load()
+        return encode(self._vision, medium, on_block)
 
     def _load(self) -> Vision:
         tower = Vision(self._config)
@@ -72,6 +68,26 @@ class Eyes:
         tower.eval()
         mx.eval(tower.parameters())
         return tower
+
+
+def encode(vision: Vision, medium: Medium, on_block: Callable[[], None] = lambda: None) -> mx.array:
+    """The vectors of ``medium``, computed: ``[tokens, text hidden]``."""
+    tower, grid = vision.vision_tower, medium.grid
+    x = tower.encoder(_embedded(tower.patch_embed, medium), grid, on_block)
+    vectors = vision.mm_projector(tower.merged(x, grid))[0]
+    mx.eval(vectors)
+    mx.clear_cache()
+    return vectors
+
+
+def _embedded(embedding: PatchEmbedding, medium: Medium) -> mx.array:
+    """All patches ``[1, N, hidden]``; what they are read as is there for a few at a time only."""
+    parts = []
+    for start in range(0, len(medium.pixels), BLOCK_PATCHES):
+        pixels = mx.array(medium.values(start, start + BLOCK_PATCHES))[None]
+        parts.append(embedding.proj(pixels.astype(embedding.proj.weight.dtype)))
+        mx.eval(parts[-1])
+    return embedding.place(mx.concatenate(parts, axis=1), medium.grid)
 
 
 def has_tower(folder: Path, config: K3Config) -> bool:

@@ -29,7 +29,7 @@ from mlx.utils import tree_flatten, tree_map
 from PIL import Image
 
 from mlx_k3.config import VisionConfig
-from mlx_k3.media.medium import Medium
+from mlx_k3.eyes import encode
 from mlx_k3.media.processor import Processor
 from mlx_k3.models.vision import NORM_EPS, Vision
 from mlx_k3.units import format_bytes
@@ -71,7 +71,7 @@ def bench(size: tuple[int, int], blocks: int, dtype: mx.Dtype) -> None:
     """One picture: what it takes, and what its products alone take."""
     tower = random_tower(replace(K3, vt_num_hidden_layers=blocks), dtype)
     model_bytes = sum(x.nbytes for _, x in tree_flatten(tower.parameters()))
-    Vision.__call__(tower, *_pixels(Processor().image(picture(56, 56)), dtype))  # warms up
+    encode(tower, Processor().image(picture(56, 56)))  # warms up
     mx.clear_cache()
     before = resident_bytes()
     mx.reset_peak_memory()
@@ -80,11 +80,9 @@ def bench(size: tuple[int, int], blocks: int, dtype: mx.Dtype) -> None:
         medium = Processor().image(picture(*size))
         prepared = time.perf_counter()
         marks = [prepared]
-        pixels, grid = _pixels(medium, dtype)
-        vectors = tower(pixels, grid, lambda: marks.append(time.perf_counter()))
-        mx.eval(vectors)
+        encode(tower, medium, lambda: marks.append(time.perf_counter()))
         done = time.perf_counter()
-    N = grid[1] * grid[2]
+    N = len(medium.pixels)
     all_blocks = (done - prepared) + (K3.vt_num_hidden_layers - blocks) * (
         statistics.mean(b - a for a, b in pairwise(marks))
     )
@@ -154,7 +152,7 @@ def compare(sizes: list[tuple[int, int]]) -> None:
     for width, height in sizes:
         for image in (picture(width, height), picture(width, height, "RGBA")):
             medium, batch = ours.image(image), prepare(image)
-            pixels, grid = _pixels(medium, mx.float32)
+            pixels, grid = mx.array(medium.values())[None], medium.grid
             given = np.array(batch["pixel_values"])
             assert tuple(batch["grid_thws"].tolist()[0]) == grid
             apart = np.abs(given - medium.values()).max()
@@ -240,10 +238,6 @@ def _seconds(f: Callable[[], mx.array], repeats: int = 5) -> float:
         mx.eval(f())
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
-
-
-def _pixels(medium: Medium, dtype: mx.Dtype) -> tuple[mx.array, tuple[int, int, int]]:
-    return mx.array(medium.values())[None].astype(dtype), medium.grid
 
 
 def _random(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

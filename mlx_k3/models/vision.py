@@ -70,7 +70,10 @@ class PatchEmbedding(nn.Module):
 
     def __call__(self, pixels: mx.array, grid: Grid) -> mx.array:
         """``[B, N, 3, p, p]`` -> ``[B, N, hidden]``."""
-        x = self.proj(pixels)
+        return self.place(self.proj(pixels), grid)
+
+    def place(self, x: mx.array, grid: Grid) -> mx.array:
+        """Projected patches ``[B, N, hidden]`` with their positions."""
         return x + self.pos_emb(grid).astype(x.dtype)
 
 
@@ -167,9 +170,10 @@ class VisionTower(nn.Module):
         The patches of a group come row by row. Frames are averaged. ``on_block`` is called when a
         block has been set up, or where the sequence is long, computed.
         """
-        return self._merge(self.encoder(self.patch_embed(pixels, grid), grid, on_block), grid)
+        return self.merged(self.encoder(self.patch_embed(pixels, grid), grid, on_block), grid)
 
-    def _merge(self, x, grid):
+    def merged(self, x: mx.array, grid: Grid) -> mx.array:
+        """Encoded patches ``[B, N, hidden]`` in groups ``[B, M, 4, hidden]``."""
         (t, rows, columns), (high, wide) = grid, self.merge
         B, _, hidden = x.shape
         x = x.reshape(B, t, rows // high, high, columns // wide, wide, hidden).mean(1)
