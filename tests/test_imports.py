@@ -49,6 +49,7 @@ WITHOUT_MLX = {
     "config",
     "errors",
     "folders",
+    "media",
     "nano",
     "tasks",
     "units",

@@ -176,7 +176,8 @@ class VisionTower(nn.Module):
         """Encoded patches ``[B, N, hidden]`` in groups ``[B, M, 4, hidden]``."""
         (t, rows, columns), (high, wide) = grid, self.merge
         B, _, hidden = x.shape
-        x = x.reshape(B, t, rows // high, high, columns // wide, wide, hidden).mean(1)
+        x = x.reshape(B, t, rows // high, high, columns // wide, wide, hidden)
+        x = x[:, 0] if t == 1 else x.astype(mx.float32).mean(1).astype(x.dtype)
         return x.swapaxes(2, 3).reshape(B, -1, high * wide, hidden)
 
 
