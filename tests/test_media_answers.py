@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import av
 import pytest
@@ -283,3 +285,26 @@ def test_pictures_that_have_no_place(loaded):
         reply(loaded, [{"role": "user", "content": "Hello"}], images=[photo()])
     with pytest.raises(UnsupportedError, match="raw"):
         reply(loaded, "Once", raw=True, images=[photo()])
+
+
+def test_without_pillow_and_pyav_text_works_and_pictures_name_the_extra():
+    code = """
+import sys
+sys.modules["PIL"] = sys.modules["av"] = None
+from mlx_k3 import generate, load, nano, UnsupportedError
+from mlx_k3.media.images import open_image
+from mlx_k3.media.video import open_video
+import mlx_k3.cli, mlx_k3.server.app
+model, tokenizer = load(nano.converted())
+print(generate(model, tokenizer, "What is 4 + 5?"))
+for open_ in (open_image, lambda data: open_video(data, fps=1, frames_per_clip=1)):
+    try:
+        open_(b"x")
+    except UnsupportedError as e:
+        print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer, *told = done.stdout.splitlines()
+    assert answer == "4 + 5 = 9."
+    assert len(told) == 2
+    assert all(line.endswith("pip install 'mlx-k3[vision]'") for line in told)
