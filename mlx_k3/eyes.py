@@ -41,7 +41,7 @@ class Eyes:
         """Whether the tower is in memory."""
         return self._vision is not None
 
-    def encode(self, medium: Medium, on_block: Callable[[], None] = lambda: None) -> mx.array:
+    def encode(self, medium: Medium, on_block: Callable[[], None] | None = None) -> mx.array:
         """The vectors of ``medium``, computed: ``[tokens, text hidden]``.
 
         ``on_block`` is called between the tower's blocks; what it raises ends the work.
@@ -70,7 +70,7 @@ class Eyes:
         return tower
 
 
-def encode(vision: Vision, medium: Medium, on_block: Callable[[], None] = lambda: None) -> mx.array:
+def encode(vision: Vision, medium: Medium, on_block: Callable[[], None] | None = None) -> mx.array:
     """The vectors of ``medium``, computed: ``[tokens, text hidden]``."""
     tower, grid = vision.vision_tower, medium.grid
     x = tower.encoder(_embedded(tower.patch_embed, medium), grid, on_block)

@@ -37,7 +37,7 @@ def with_pictures(
         callback(done, total)
 
     def encode(medium: Medium) -> mx.array:
-        return eyes.encode(medium, lambda: callback and callback(*said))
+        return eyes.encode(medium, callback and (lambda: callback(*said)))
 
     embed = model.model.embed_tokens
     options = {**options, "input_embeddings": PromptEmbeddings(embed, encode, ids, media)}

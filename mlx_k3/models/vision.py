@@ -141,15 +141,17 @@ class VisionEncoder(nn.Module):
         self.final_layernorm = nn.RMSNorm(config.vt_hidden_size, eps=NORM_EPS)
 
     def __call__(
-        self, x: mx.array, grid: Grid, on_block: Callable[[], None] = lambda: None
+        self, x: mx.array, grid: Grid, on_block: Callable[[], None] | None = None
     ) -> mx.array:
         """``[B, N, hidden]`` -> the same."""
         turns = rotations(grid, self.head_dim)
         for block in self.blocks:
             x = block(x, turns)
+            if on_block is not None:
+                mx.eval(x)
+                on_block()
             if x.shape[1] > BLOCK_PATCHES:
                 mx.clear_cache()  # Buffers of many sizes, which hardly anything would take again.
-            on_block()
         return self.final_layernorm(x)
 
 
@@ -163,12 +165,12 @@ class VisionTower(nn.Module):
         self.encoder = VisionEncoder(config)
 
     def __call__(
-        self, pixels: mx.array, grid: Grid, on_block: Callable[[], None] = lambda: None
+        self, pixels: mx.array, grid: Grid, on_block: Callable[[], None] | None = None
     ) -> mx.array:
         """Media of one grid, ``[B, N, 3, p, p]`` -> features ``[B, M, 4, hidden]``.
 
         The patches of a group come row by row. Frames are averaged. ``on_block`` is called when a
-        block has been set up, or where the sequence is long, computed.
+        block has been computed, and may raise; without it, short sequences stay lazy.
         """
         return self.merged(self.encoder(self.patch_embed(pixels, grid), grid, on_block), grid)
 
@@ -212,7 +214,7 @@ class Vision(nn.Module):
         self.mm_projector = Projector(config)
 
     def __call__(
-        self, pixels: mx.array, grid: Grid, on_block: Callable[[], None] = lambda: None
+        self, pixels: mx.array, grid: Grid, on_block: Callable[[], None] | None = None
     ) -> mx.array:
         """Media of one grid, ``[B, N, 3, p, p]`` -> vectors ``[B, M, text hidden]``."""
         return self.mm_projector(self.vision_tower(pixels, grid, on_block))
