@@ -19,7 +19,7 @@ TILE_KEYS = 64
 GROUPS = 132  # as many as such a GPU has multiprocessors; fewer of these are slower, and right
 LEAST_ROWS = 1024  # below, there is little to gain, and a group's queries cost as much as its keys
 MOST_BLOCKS = 128  # of the cache
-BLOCK_ROWS = 8192  # at least, as a kernel is compiled for each
+BLOCK_ROWS = 8192  # of a cache's blocks; a kernel is compiled for each other length
 THREADS = 256
 MERGE_THREADS = 256
 
@@ -114,10 +114,18 @@ def mla_decode(q: mx.array, q_latent: mx.array, blocks: Blocks, tokens: int) -> 
         template={
             "HEADS": H,
             "Q_WIDTH": width,
-            "BLOCK_ROWS": max(blocks[0][0].shape[2], BLOCK_ROWS),
+            "BLOCK_ROWS": _block_rows(blocks),
         },
     )
     return merge(parts, about, q.dtype)[None, :, None]
+
+
+def _block_rows(blocks: Blocks) -> int:
+    """A length that tells in which block a row is; the same for a single one that still grows."""
+    rows = blocks[0][0].shape[2]
+    if len(blocks) > 1:
+        return rows
+    return BLOCK_ROWS if rows <= BLOCK_ROWS else 1 << 30
 
 
 def merge(parts: mx.array, about: mx.array, dtype: mx.Dtype) -> mx.array:
