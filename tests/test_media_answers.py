@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from mlx_k3 import K3Error, UnsupportedError, generate, load, nano
+from mlx_k3 import K3Error, UnsupportedError, generate, load
 from mlx_k3.chat.prompt_cache import PromptCache
 from mlx_k3.chat.session import Session, stream_generate
 from mlx_k3.media.attachments import MAX_ATTACHMENTS
@@ -185,7 +185,7 @@ def test_kept_on_the_disk_a_picture_is_known_again(loaded, tmp_path, monkeypatch
     assert again.ids == first.ids
 
 
-def test_a_saved_conversation_has_its_pictures(loaded, tmp_path):
+def test_a_saved_conversation_has_its_pictures(loaded, folder, tmp_path):
     file, path = tmp_path / "film.mkv", tmp_path / "talk.json"
     file.write_bytes(film(range(3)))
     session = talk(loaded)
@@ -205,9 +205,8 @@ def test_a_saved_conversation_has_its_pictures(loaded, tmp_path):
     file.unlink()
     with pytest.raises(K3Error, match=r"film\.mkv: there is no such file"):
         talk(loaded).load(path)
-    blind = load(nano.converted())
-    with pytest.raises(UnsupportedError, match="reads text only"):
-        talk(blind).load(path)
+    with pytest.raises(UnsupportedError, match="--no-vision"):
+        talk(load(folder, vision=False)).load(path)
 
 
 def test_a_question_taken_back_takes_its_picture_with_it(loaded):
@@ -273,6 +272,7 @@ def test_how_many_pictures_there_may_be(loaded):
         ({"type": "image", "image": b"text"}, r"messages\[0\]\.content\[0\] is no picture"),
         ({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, "is not fetched"),
         ({"type": "video", "video": photo()}, "is a ndarray"),
+        ({"type": "image", "attachment": {"places": []}}, "without a source"),
     ],
 )
 def test_parts_that_cannot_be_seen(loaded, part, message):

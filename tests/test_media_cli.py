@@ -10,7 +10,7 @@ import av
 import pytest
 
 from mlx_k3 import generate as generate_in_python
-from mlx_k3 import load, nano
+from mlx_k3 import load
 from mlx_k3.cli import main
 from mlx_k3.cli.pictures import dropped, named_file
 
@@ -166,10 +166,10 @@ def test_mistakes_in_a_chat(command, folder, line, message):
     assert code == 2 and message in err
 
 
-def test_a_chat_with_a_model_that_reads_text_only(command, pictures):
+def test_a_chat_without_eyes(command, folder, pictures):
     lines = (f"/image {pictures / 'one.png'}",)
-    code, _, err = command("chat", nano.converted(), lines=lines)
-    assert code == 2 and "reads text only" in err
+    code, _, err = command("chat", folder, "--no-vision", lines=lines)
+    assert code == 2 and "leave out --no-vision" in err
 
 
 def test_files_that_are_dropped_onto_a_line(pictures):

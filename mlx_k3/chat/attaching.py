@@ -42,7 +42,7 @@ def attach(
     waiting = {True: list(images), False: list(videos)}
 
     def opened(part: Message, place: str) -> Message:
-        if part.get("attachment") is not None:
+        if isinstance(part.get("attachment"), Attachment):
             return part
         source = _source(part)
         if source is None:
@@ -91,15 +91,14 @@ def question(text: str, shown: Sequence[Attachment]) -> Message:
 
 def media_of(messages: Sequence[Message]) -> list[Medium]:
     """What the tower has to read for ``messages``, all of them open."""
-    opened = (part.get("attachment") for part in media_parts(messages))
-    return [medium for shown in opened if shown is not None for medium in shown.media]
+    return [medium for part in media_parts(messages) for medium in part["attachment"].media]
 
 
 def detached(messages: Sequence[Message]) -> list[Message]:
     """``messages`` as plain JSON, from which they can be opened again."""
 
     def written(part: Message, _: str) -> Message:
-        return part if part.get("attachment") is None else part["attachment"].as_part()
+        return part["attachment"].as_part()
 
     return [replace_media(message, "", written) for message in messages]
 
