@@ -14,6 +14,7 @@ from mlx_k3 import K3Error, UnsupportedError, generate, load
 from mlx_k3.chat.prompt_cache import PromptCache
 from mlx_k3.chat.session import Session, stream_generate
 from mlx_k3.media.attachments import MAX_ATTACHMENTS
+from mlx_k3.media.processor import Processor
 from mlx_k3.units import parse_bytes
 
 from .support.models import convert_golden
@@ -89,6 +90,11 @@ def test_a_file_bytes_a_pillow_image_and_an_array_are_answered_alike(loaded, tmp
     assert blind.ids != replies[0].ids
     label = len("image 60x40") + 3
     assert replies[0].prompt_tokens == blind.prompt_tokens + label + 6
+
+
+def test_how_many_tokens_a_picture_takes():
+    size = Processor().size
+    assert [size(4000, 3000).tokens, size(640, 480).tokens, size(28, 28).tokens] == [15_444, 414, 1]
 
 
 def test_the_order_of_pictures_counts(loaded):
