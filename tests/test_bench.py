@@ -64,7 +64,7 @@ def test_every_kernel_passes_its_trial() -> None:
         for case in cases(tiny_sizes()):
             result = run.try_kernel(replace(case, chain=1), RATES, rounds=1)
             assert result.fault is None and result.error <= case.tolerance
-            assert result.kernel_us >= result.kernel_evaluated_us > 0
+            assert result.kernel_us > 0
             names.update(result.kernels)
     assert {launch.kernel.name for launch in launches} == names
 

@@ -142,7 +142,7 @@ def _result(
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: times without Python's part, in microseconds; the larger floor."""
+    """Markdown: times without Python's part on a GPU, and the larger floor."""
     heads = ("step", "kernel", "plain MLX", "mlx-lm", "floor", "of the floor", "error")
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for r in results:
@@ -163,4 +163,6 @@ def table(results: Sequence[Result]) -> str:
 def _us(time_us: float | None) -> str:
     if time_us is None:
         return ""
+    if time_us >= 1e6:
+        return f"{time_us / 1e6:.2f} s"
     return f"{time_us:.1f} us" if time_us < 1000 else f"{time_us / 1000:.3g} ms"

@@ -44,10 +44,10 @@ def doctor_sizes() -> Sizes:
 def cpu_sizes() -> Sizes:
     """For a machine where only plain operations run: float32, in which a CPU computes."""
     return k3_sizes(32, mx.float32)._replace(
-        tokens=(1, 512),
+        tokens=(1, 64),
         expert_tokens=(1, 16),
         decode=((1, 1),),
-        prompts=(512,),
+        prompts=(128,),
         exact_prompts=(),
         contexts=(),
     )
