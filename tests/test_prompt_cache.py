@@ -6,6 +6,8 @@ import logging
 import os
 import random
 import shutil
+import subprocess
+import sys
 
 import mlx.core as mx
 import pytest
@@ -398,6 +400,28 @@ def test_a_disk_that_refuses_is_not_asked_again(tmp_path, monkeypatch, caplog, e
     # All of it is still in memory, and what was on the disk before is still used.
     assert prompts.fetch([*ids, 1])[1] == [1]
     assert len(opened(tmp_path).fetch(ids)[1]) == 15
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="mounting takes root on Linux")
+def test_a_disk_that_is_full_in_truth(tmp_path, caplog):
+    """A file system of 300 KB: what fitted is right, what did not is gone, memory goes on."""
+    disk, ids = tmp_path / "disk", ids_of(60)
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
+    if subprocess.run(mount).returncode:
+        pytest.skip("this machine does not allow mounting")
+    try:
+        prompts = opened(disk / "prompts", disk_bytes=10**9)
+        for n in range(5, 61, 5):
+            prompts.store(ids[:n], read(ids[:n]))
+        assert "no longer kept" in caplog.text
+        assert prompts.fetch([*ids, 1])[1] == [1]
+        assert not any(file.suffix == ".partial" for file in files(disk / "prompts"))
+        cache, rest = opened(disk / "prompts").fetch([*ids, 1])
+        kept = 61 - len(rest)
+        assert 0 < kept < 60 and content(cache) == content(read(ids[:kept]))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_folder_that_cannot_be_made_only_means_no_folder(tmp_path, caplog):
