@@ -120,7 +120,7 @@ def test_a_mended_kernel_is_used_again(few_cases: None) -> None:
         result = CliRunner().invoke(app, ["doctor"])
         assert result.exit_code == 0, result.output
         assert "kernels      metal: 2 of 2 right" in result.stdout
-        assert re.search(r"situ 3 x 64 +\de[-+]\d\d +[\d.]+ us +\d+% of a copy\n", result.stdout)
+        assert re.search(r"situ 3 x 64 +\de[-+]\d\d +[\d.]+ [um]s +\d+% of a copy\n", result.stdout)
         launches.clear()
         mx.eval(situ(mx.ones((4,)), mx.ones((4,)), 4.0, 25.0))
         assert len(launches) == 1
