@@ -1,6 +1,7 @@
 """Opening video: which frames are taken, when they are, and what is said of damaged files."""
 
 import io
+import random
 import struct
 import sys
 from fractions import Fraction
@@ -32,11 +33,14 @@ def film(
     size: tuple[int, int] = (64, 48),
     noisy: bool = False,
     gop: int = 12,
+    title: str = "",
 ) -> bytes:
     """A film whose n-th frame tells its number, or of noise."""
     out = io.BytesIO()
     rng = np.random.default_rng(0)
     with av.open(out, "w", format=kind) as container:
+        if title:
+            container.metadata["title"] = title
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height = size
         stream.pix_fmt = pixels
@@ -147,6 +151,31 @@ def test_a_corrupt_stream_is_an_error(kind, codec, pixels):
     with pytest.raises(K3Error, match=r"^film") as e:
         list(open_video(bytes(data), fps=10, frames_per_clip=4, name="film"))
     assert "\n" not in str(e.value)
+
+
+def test_damage_anywhere_ends_in_frames_or_in_one_clear_line():
+    rng = random.Random(5)
+    refused = 0
+    for kind, codec, pixels in FORMATS:
+        whole = film(12, kind, codec, pixels, noisy=True)
+        for _ in range(40):
+            data = bytearray(whole)
+            for _ in range(rng.choice([1, 3, 20])):
+                data[rng.randrange(min(2000, len(data)))] = rng.randrange(256)
+            try:
+                clips = open_video(bytes(data), fps=10, frames_per_clip=4)
+                assert sum(len(clip.frames) for clip in clips) > 0
+            except K3Error as e:
+                refused += 1
+                assert "\n" not in str(e)
+    assert refused > 50
+
+
+def test_a_title_in_another_encoding_does_no_harm():
+    data = film(4, "matroska", "ffv1", "yuv420p", title="a title")
+    at = data.index(b"a title")
+    clips = open_video(data[:at] + b"\xfc title" + data[at + 7 :], fps=10, frames_per_clip=4)
+    assert taken(clips) == [0, 1, 2, 3]
 
 
 def test_a_playlist_opens_no_other_file(tmp_path):

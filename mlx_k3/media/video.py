@@ -90,10 +90,14 @@ def _reading(open_: Any, name: str) -> Iterator[tuple[Any, Any]]:
             "video needs PyAV, which is not installed: pip install 'mlx-k3[vision]'"
         ) from None
     try:
-        with open_() as file, closing(av.open(file, options=dict(_OPTIONS))) as container:
+        # Titles in other encodings are no reason to refuse a film.
+        how = {"options": dict(_OPTIONS), "metadata_errors": "replace"}
+        with open_() as file, closing(av.open(file, **how)) as container:
             if not container.streams.video:
                 raise K3Error(f"{name} has no video in it")
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise UnsupportedError(f"{name} is in a format that PyAV has no decoder for")
             # A decoder would rather invent what is missing.
             stream.codec_context.options = {"err_detect": "explode"}
             stream.thread_type = "AUTO"
