@@ -17,7 +17,7 @@ from mlx_k3.kernels import (
     short_conv,
     situ,
 )
-from mlx_k3.kernels.kda_reference import kda_chunked, kda_step
+from mlx_k3.kernels.kda_reference import _fused_gate, kda_chunked, kda_step
 from mlx_k3.kernels.quantized import expand
 
 from .support.measure import relative_error
@@ -149,6 +149,26 @@ def test_gradients_flow_through_the_chunked_form():
 
     for got, want in zip(loss(kda_chunked)(*inputs), loss(recurrence)(*inputs), strict=True):
         assert relative_error(got, want) < 1e-4
+
+
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_the_gate_in_one_pass_is_the_same(bound):
+    """What a GPU takes, over lengths and dtypes, and its gradient."""
+    mx.random.seed(0)
+    A_log, dt_bias = mx.random.normal((3,)), mx.random.normal((3, 32))
+    fused = _fused_gate(bound)
+    for T, dtype in ((1, mx.float32), (7, mx.bfloat16), (7, mx.float32), (40, mx.float32)):
+        a = (20 * mx.random.normal((2, T, 3, 32))).astype(dtype)
+        got, want = fused(a, A_log[:, None], dt_bias), kda_log_decay(a, A_log, dt_bias, bound)
+        assert got.dtype == mx.float32 and relative_error(got, want) < 1e-6
+
+    def loss(gate):
+        return mx.grad(lambda a, rate, bias: mx.sin(gate(a, rate, bias)).sum(), argnums=(0, 1, 2))
+
+    got = loss(lambda a, rate, bias: fused(a, rate[:, None], bias))(a, A_log, dt_bias)
+    want = loss(lambda a, rate, bias: kda_log_decay(a, rate, bias, bound))(a, A_log, dt_bias)
+    for x, y in zip(got, want, strict=True):
+        assert relative_error(x, y) < 1e-5
 
 
 def test_short_conv_continues_and_masks():

@@ -13,6 +13,8 @@ multiplies decays, which are at most 1: nothing overflows and nothing cancels, h
 gate.
 """
 
+from functools import cache
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -45,11 +47,28 @@ def kda_log_decay(
     Returns:
         ``[..., H, K]`` float32.
     """
-    rate = mx.exp(A_log.astype(mx.float32))[:, None]
+    A_log = A_log[:, None]
+    if mx.default_device() != mx.cpu:
+        return _fused_gate(lower_bound)(a, A_log, dt_bias)
+    return _gate(a, A_log, dt_bias, lower_bound, sigmoid)
+
+
+def _gate(a, A_log, dt_bias, lower_bound, sigmoid):
+    rate = mx.exp(A_log.astype(mx.float32))
     x = a.astype(mx.float32) + dt_bias.astype(mx.float32)
     if lower_bound is None:
         return -rate * nn.softplus(x)
     return lower_bound * sigmoid(rate * x)
+
+
+@cache
+def _fused_gate(lower_bound: float | None):
+    """:func:`_gate` in one pass, which compiles: a prompt's gates go through memory once."""
+
+    def gate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
+        return _gate(a, A_log, dt_bias, lower_bound, mx.sigmoid)
+
+    return mx.compile(gate, shapeless=True)
 
 
 def kda_step(
