@@ -84,8 +84,20 @@ def test_only_the_bundled_model_is_introduced(chat):
 
 def test_help_names_every_command(chat):
     _, out, _ = chat("/help")
-    for command in ("/help", "/reset", "/retry", "/save", "/load", "/system", "/stats", "/exit"):
-        assert command in out
+    commands = (
+        "help",
+        "reset",
+        "image",
+        "video",
+        "retry",
+        "save",
+        "load",
+        "system",
+        "stats",
+        "exit",
+    )
+    for command in commands:
+        assert f"/{command} " in out
 
 
 @pytest.mark.parametrize(

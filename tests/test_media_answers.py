@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import subprocess
 import sys
 
@@ -172,6 +173,28 @@ def test_a_prompt_cache_never_takes_one_picture_for_another(loaded):
     changed = ask(other)
     assert changed.cached_tokens < first.prompt_tokens - 20
     assert changed.ids == reply(loaded, "What is this?", images=[other]).ids
+
+
+def test_random_conversations_about_a_few_pictures(loaded):
+    """With a cache that all share, each is answered as if nothing had been read before."""
+    model, _ = loaded
+    prompts, rng = PromptCache(model, "3" * 32), random.Random(2)
+    kept = 0
+    for _ in range(20):
+        messages = []
+        for turn in range(rng.randint(1, 3)):
+            shown = [
+                photo(rng.randrange(2), 28 * rng.choice([1, 2]))
+                for _ in range(rng.choice([0, 1, 1, 2]))
+            ]
+            messages.append({"role": "user", "content": parts(rng.choice("ab"), *shown)})
+            messages.append({"role": "assistant", "content": f"answer {turn}"})
+        messages.pop()
+        expected = reply(loaded, messages, max_tokens=4)
+        cached = reply(loaded, messages, max_tokens=4, prompts=prompts)
+        assert (cached.ids, cached.prompt_tokens) == (expected.ids, expected.prompt_tokens)
+        kept += cached.cached_tokens
+    assert kept > 20 * 30
 
 
 def test_kept_on_the_disk_a_picture_is_known_again(loaded, tmp_path, monkeypatch):

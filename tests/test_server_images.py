@@ -100,6 +100,19 @@ def test_a_data_url_is_seen_as_python_sees_it(client, folder):
     assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == expected
 
 
+def test_pictures_go_with_all_that_a_request_may_ask_for(client):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    for options in (
+        {"response_format": {"type": "json_object"}, "reasoning_effort": "low"},
+        {"tools": [tool], "tool_choice": "required"},
+        {"logprobs": True, "top_logprobs": 2, "frequency_penalty": 1.0, "stop": ["x"]},
+        {"extra_body": {"repetition_penalty": 1.2}},
+    ):
+        reply = ask(client, PHOTO, **options)
+        assert reply.choices[0].finish_reason in ("length", "stop", "tool_calls")
+        assert reply.usage.completion_tokens > 0
+
+
 def test_another_picture_is_read_anew_and_the_same_is_not(client):
     first = ask(client, image(url_of(png(photo(5))))).usage
     again = ask(client, image(url_of(png(photo(5))), detail="high")).usage
