@@ -46,7 +46,7 @@ def texts(examples: Iterable[Example]) -> Iterator[str]:
             response_format=example.response_format,
             add_generation_prompt=False,
         )
-        yield from (text for text, is_control in rendered.segments if not is_control)
+        yield from (s.text for s in rendered.segments if not s.is_control)
 
 
 def train_vocabulary(texts: Iterable[str], ranks: int) -> bytes:
