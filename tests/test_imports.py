@@ -28,7 +28,8 @@ ALLOWED = {
     "models": {"kernels", "config"},
     "experts": {"checkpoint", "config", "models.bank", "media.processor"},
     "eyes": {"models", "media", "checkpoint", "config"},
-    "loader": {"kernels", "models", "experts", "checkpoint", "config", "eyes"} | {"chat.tokenizer", "convert.source"},
+    "loader": {"kernels", "models", "experts", "checkpoint", "config", "eyes"}
+    | {"chat.tokenizer", "convert.source"},
     "convert": {"checkpoint", "config"},
     "convert.prune": {"loader"},
     "chat": {"loader", "media", "models", "config", "checkpoint", "experts.usage"},
