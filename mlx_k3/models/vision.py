@@ -105,30 +105,32 @@ class VisionBlock(nn.Module):
         """``[B, N, hidden]`` -> the same; ``turns`` are :func:`~.vision_positions.rotations`."""
         N = x.shape[1]
         blocks = [slice(i, min(i + BLOCK_PATCHES, N)) for i in range(0, N, BLOCK_PATCHES)]
-        # Queries are made when their turn comes: they would be as much again.
-        parts = [_settled(len(blocks), *self._keys_and_values(x[:, b], turns[b])) for b in blocks]
-        keys, values = (_join(list(part), axis=2) for part in zip(*parts, strict=True))
-        del parts
-        parts = []
+        keys, values, outputs = [], [], []
         for b in blocks:
-            parts += _settled(len(blocks), self._rest(x[:, b], turns[b], keys, values))
+            # Queries are made when their turn comes: they would be as much again.
+            k, v = self._project(self.norm0(x[:, b]), "kv")
+            keys += _settled(len(blocks), rotate(k, turns[b]))
+            values += _settled(len(blocks), v)
+        keys = _join(keys, axis=2)
+        values = _join(values, axis=2)
+        for b in blocks:
+            outputs += _settled(len(blocks), self._rest(x[:, b], turns[b], keys, values))
         del keys, values
-        return _join(parts, axis=1)
-
-    def _keys_and_values(self, x, turns):
-        keys, values = mx.split(self.norm0(x) @ self.wqkv.weight[self.width :].T, 2, axis=-1)
-        return rotate(self._heads(keys), turns), self._heads(values)
+        return _join(outputs, axis=1)
 
     def _rest(self, x, turns, keys, values):
         """All that is left to do for a block of patches."""
-        q = self._heads(self.norm0(x) @ self.wqkv.weight[: self.width].T)
+        (q,) = self._project(self.norm0(x), "q")
         y = attention(rotate(q, turns), keys, values)
         x = x + self.wo(y.swapaxes(1, 2).flatten(2))
         return x + self.mlp(self.norm1(x))
 
-    def _heads(self, x):
-        """``[B, N, H D]`` -> ``[B, H, N, D]``."""
-        return x.reshape(*x.shape[:2], self.heads, -1).swapaxes(1, 2)
+    def _project(self, x, parts):
+        """Queries, keys or values of all heads, each ``[B, H, N, D]`` in memory of its own."""
+        for part in parts:
+            start = "qkv".index(part) * self.width
+            y = x @ self.wqkv.weight[start : start + self.width].T
+            yield y.reshape(*y.shape[:2], self.heads, -1).swapaxes(1, 2)
 
 
 class VisionEncoder(nn.Module):
