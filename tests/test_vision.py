@@ -161,11 +161,12 @@ def test_rotations_keep_distances():
     assert abs(scores[0, 0, 0, 2] - scores[0, 0, 2, 0]) > 1e-3
 
 
+@pytest.mark.parametrize("width", [16, 64])  # a GPU has a kernel for the second
 @pytest.mark.parametrize("keys", [1, 7, 8, 300])
-def test_attention_in_tiles(cut, keys):
-    q = 3 * mx.random.normal((2, 2, 10, 16))
-    k, v = 3 * mx.random.normal((2, 2, 2, keys, 16))
-    scores = np.array(q, np.float64) @ np.array(k, np.float64).swapaxes(-1, -2) / 4
+def test_attention_in_tiles(cut, keys, width):
+    q = mx.random.normal((2, 2, 10, width))
+    k, v = 3 * mx.random.normal((2, 2, 2, keys, width))
+    scores = np.array(q, np.float64) @ np.array(k, np.float64).swapaxes(-1, -2) / width**0.5
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     want = weights / weights.sum(-1, keepdims=True) @ np.array(v, np.float64)
     assert relative_error(attention(q, k, v), want) <= 1e-5

@@ -1,21 +1,25 @@
 """The tower as part of a model: converted, loaded when needed, merged into prompts, planned."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from typer.testing import CliRunner
 
 from mlx_k3 import load
 from mlx_k3.chat.generation import Sampling, run
 from mlx_k3.chat.plain import IdsOnly, PlainParser
 from mlx_k3.chat.prompt_cache import PromptCache
 from mlx_k3.checkpoint.index import LocalFolder, open_checkpoint
+from mlx_k3.cli import app
 from mlx_k3.config import K3Config
 from mlx_k3.errors import CheckpointError, K3Error, UnsupportedError
 from mlx_k3.experts import vision_sizes
@@ -338,6 +342,19 @@ def test_the_tower_is_priced_exactly(folder, model, media):
     assert vision_sizes.vision_bytes(stored, device, dtype, scratch) == nbytes + vectors
     more = vision_sizes.vision_bytes(stored, device, dtype, scratch - 1000)
     assert more == nbytes + vectors + 1000
+
+
+def test_kimi_k3s_tower_in_a_plan():
+    file = Path(vision_sizes.__file__).parent / "kimi-k3-config.json"
+    stored = vision_sizes.stored_vision(K3Config.from_file(file), Processor())
+    weights = sum(math.prod(shape) for _, shape in stored.tensors.values())
+    assert weights == pytest.approx(401e6 + 4096 * (4096 + 7168), rel=0.001)
+    vectors = 65536 * 33 // 32 // 4 * 7168
+    ample = 10**12  # scratch that a picture has no need to exceed
+    assert vision_sizes.vision_bytes(stored, "metal", None, ample) == 2 * (weights + vectors)
+    assert vision_sizes.vision_bytes(stored, "cpu", "float32", ample) == 4 * (weights + vectors)
+    shown = CliRunner().invoke(app, ["plan", "kimi-k3", "--memory", "512GB"]).stdout
+    assert "vision tower and a picture: 1.7" in shown and "--no-vision" in shown
 
 
 @pytest.mark.slow
