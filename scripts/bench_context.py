@@ -155,7 +155,7 @@ def made(kind: type, heads: int, dtype: str, **more: Any) -> Any:
 
 def report(figures: list[dict[str, Any]]) -> None:
     first = figures[0]
-    print(f"{platform.machine()} {platform.system()}, {first['device']}, {first['heads']} heads\n")
+    print(f"{platform.machine()} {platform.system()}, {first['device']}, {first['heads']:.0f} heads\n")
     print(
         "| tokens | cache | MB | prompt of 512, ms | token, ms | beyond it, MLX MB | process MB |"
     )
