@@ -29,7 +29,7 @@ from .support.models import convert_golden
 
 LONG = 128 * 1024
 BEYOND_CACHE_BYTES = 256 << 20
-RECALLED = 0.9  # of the answers' tokens, by the bundled model, at every length it was trained for
+RECALLED = 0.75  # of the answers' tokens, by the bundled model, at every length it was trained for
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def folder(golden, tmp_path_factory):
 @pytest.mark.parametrize("bits", [None, 8])
 def test_memory_is_the_cache_and_little_more(bits):
     """In a process of its own, so that its peak is this layer's; a prompt's block, then tokens."""
-    job = {"tokens": str(LONG), "form": bits, "heads": 2, "dtype": "float32"}
+    job = {"tokens": str(LONG), "form": bits, "heads": 2, "dtype": "float32", "prompts": 1}
     command = [sys.executable, REPOSITORY / "scripts/bench_context.py", "--one", json.dumps(job)]
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     found = json.loads(run.stdout)
@@ -78,6 +78,25 @@ def test_tiles_give_what_all_keys_at_once_give(queries, heads, dtype):
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         want = weights @ latent / weights.sum(-1, keepdims=True) @ up_v[head].T
         assert relative_error(got[0, head], mx.array(want)) < 1e-5
+
+
+def test_packed_caches_of_a_whole_model(folder):
+    """Logits after 128 k tokens in every MLA layer, off by a share of the largest one."""
+    model, _ = load(folder, dtype="float32")
+    widths = model.config.kv_lora_rank, model.config.qk_rope_head_dim
+    logits = {}
+    for bits in (None, 8, 4):
+        model.kv_bits = bits
+        cache = model.make_cache()
+        mx.random.seed(0)
+        for layer in cache:
+            for _ in range(LONG // 8192 if isinstance(layer, LatentCache) else 0):
+                layer.append(*(mx.random.normal((1, 1, 8192, width)) for width in widths))
+                mx.eval(layer.state[:2])
+        logits[bits] = np.array(model(mx.arange(20, 28)[None], cache=cache)[0])
+    scale = np.abs(logits[None]).max()
+    assert 0 < np.abs(logits[8] - logits[None]).max() / scale < 1e-3
+    assert 0 < np.abs(logits[4] - logits[None]).max() / scale < 2e-2
 
 
 # Prompts in windows.
