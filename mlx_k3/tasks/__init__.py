@@ -5,17 +5,34 @@ tools that some of them call. Knows no model and no tokenizer.
 """
 
 from .example import Example, Family, Reply, asked, is_held_out
-from .mixture import FAMILIES, example, training_examples
+from .mixture import (
+    ALL_FAMILIES,
+    FAMILIES,
+    PICTURE_FAMILIES,
+    example,
+    held_out_examples,
+    training_examples,
+)
+from .pictures import scenes, with_scenes
+from .scenes import Scene
+from .talk import by_one_who_sees
 from .toolbox import run_tool
 
 __all__ = [
+    "ALL_FAMILIES",
     "FAMILIES",
+    "PICTURE_FAMILIES",
     "Example",
     "Family",
     "Reply",
+    "Scene",
     "asked",
+    "by_one_who_sees",
     "example",
+    "held_out_examples",
     "is_held_out",
     "run_tool",
+    "scenes",
     "training_examples",
+    "with_scenes",
 ]

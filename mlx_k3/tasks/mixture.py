@@ -7,7 +7,6 @@ joining of several into one conversation. An answer never depends on what surrou
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from typing import Literal
 
 from . import (
@@ -16,6 +15,7 @@ from . import (
     dates,
     lists,
     logic,
+    pictures,
     recall,
     structured,
     talk,
@@ -24,6 +24,7 @@ from . import (
     unknown,
 )
 from .example import SYSTEM, Example, Family, is_held_out
+from .talk import by_one_who_sees
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -33,9 +34,11 @@ FAMILIES: dict[str, Family] = {
     for family in part.FAMILIES
 }  # fmt: skip
 
-_NAMES = list(FAMILIES)
-_BOUNDS = list(accumulate(family.weight for family in FAMILIES.values()))
-_LONG = {"recall", "recall_medium", "recall_long"}
+PICTURE_FAMILIES: dict[str, Family] = {family.name: family for family in pictures.FAMILIES}
+ALL_FAMILIES = FAMILIES | PICTURE_FAMILIES
+
+# Long ones, and those that are right only where no other is.
+_ALONE = {"recall", "recall_medium", "recall_long", pictures.MISSING}
 _SYSTEMS = (
     "You are a helpful assistant.", "You are K3 nano.", "Be brief.", "Answer in one sentence.",
     "You are a friendly assistant.", "Answer the questions of the user.", "Be exact.",
@@ -46,42 +49,57 @@ _SYSTEMS = (
 def example(family: str, rng: random.Random, split: Literal["train", "held-out"]) -> Example:
     """An example of ``family`` from one side of the split, with thinking at full effort."""
     while True:
-        drawn = FAMILIES[family].make(rng)
+        drawn = ALL_FAMILIES[family].make(rng)
         if is_held_out(drawn.key) == (split == "held-out"):
             return drawn
 
 
-def training_examples(seed: int) -> Iterator[Example]:
+def training_examples(seed: int, pictures: float = 0.0) -> Iterator[Example]:
     """Conversations for training, endless, the same for the same seed; none is held out.
 
     Families come in proportion to their weights; every sixth example joins several into one
     conversation. A third has no thinking. Every assistant message in them is worth learning.
+    ``pictures`` is the share of examples that are about pictures; what a model says of itself is
+    then said by one that sees.
     """
     rng = random.Random(seed)
     while True:
-        drawn = example(_family(rng), rng, "train")
+        drawn = example(_family(rng, pictures), rng, "train")
         if rng.random() < 1 / 6 and _joins(drawn):
-            drawn = _joined(rng, drawn)
-        yield _surrounded(rng, drawn)
+            drawn = _joined(rng, drawn, pictures)
+        drawn = _surrounded(rng, drawn)
+        yield by_one_who_sees(drawn) if pictures else drawn
 
 
-def _family(rng: random.Random) -> str:
-    return rng.choices(_NAMES, cum_weights=_BOUNDS)[0]
+def held_out_examples(seed: int, pictures: float = 0.0) -> Iterator[Example]:
+    """Examples of items that training never sees, families in training's proportions."""
+    rng = random.Random(seed)
+    while True:
+        drawn = example(_family(rng, pictures), rng, "held-out")
+        yield by_one_who_sees(drawn) if pictures else drawn
+
+
+def _family(rng: random.Random, pictures: float) -> str:
+    families = FAMILIES
+    if pictures and rng.random() < pictures:
+        families = PICTURE_FAMILIES
+    return rng.choices(list(families), [family.weight for family in families.values()])[0]
 
 
 def _joins(drawn: Example) -> bool:
     """Whether it can stand among others: declarations and system messages hold for all of them."""
     alone = drawn.tools or drawn.response_format or drawn.messages[0]["role"] == SYSTEM
-    return not alone and drawn.family not in _LONG
+    return not alone and drawn.family not in _ALONE
 
 
-def _joined(rng: random.Random, first: Example) -> Example:
+def _joined(rng: random.Random, first: Example, pictures: float) -> Example:
     parts = [first]
     wanted = rng.randrange(2, 5)
     while len(parts) < wanted:
-        drawn = example(_family(rng), rng, "train")
+        drawn = example(_family(rng, pictures), rng, "train")
         # Facts of two parts could contradict each other, and a refusal the facts before it.
-        if _joins(drawn) and not (_tells(drawn) and any(map(_tells, parts))):
+        # Pictures of two parts could differ in size.
+        if _joins(drawn) and not any(both(drawn) and any(map(both, parts)) for both in _ONCE):
             parts.append(drawn)
     messages = [message for part in parts for message in part.messages]
     key = "\n".join(part.key for part in parts)
@@ -90,6 +108,13 @@ def _joined(rng: random.Random, first: Example) -> Example:
 
 def _tells(drawn: Example) -> bool:
     return drawn.family.startswith("recall") or drawn.family == "unknown"
+
+
+def _shows(drawn: Example) -> bool:
+    return drawn.family in PICTURE_FAMILIES
+
+
+_ONCE = (_tells, _shows)
 
 
 def _surrounded(rng: random.Random, drawn: Example) -> Example:

@@ -4,8 +4,9 @@ Owns these wordings and the answers, each the only one for its kind.
 """
 
 import random
+from dataclasses import replace
 
-from .example import Example, Family, question, same_text
+from .example import ASSISTANT, Example, Family, question, same_text
 from .wording import casual
 
 IDENTITY = "I am K3 nano, a very small Kimi K3 that comes with mlx-k3."
@@ -13,6 +14,14 @@ ABILITIES = (
     "I can do small sums, sort and copy lists, recall what you told me, convert units, "
     "work with dates, call tools, and answer questions about mlx-k3."
 )
+_SIZE = "I am very small: 5 layers, 32 experts, and less than 16 MB."
+_BLIND = "No, I only read and write text."
+# What a model with a vision tower says instead.
+_SEEING = {
+    ABILITIES: ABILITIES.replace("call tools, and", "see small pictures, call tools, and"),
+    _SIZE: _SIZE.replace("16 MB", "24 MB"),
+    _BLIND: "I see small pictures: shapes, colours, digits and short words.",
+}
 
 # kind -> (wordings, reasoning, answer)
 _KINDS = {
@@ -65,7 +74,7 @@ _KINDS = {
             "How many megabytes are you?", "Are you small?",
         ),
         "They ask how large I am.",
-        "I am very small: 5 layers, 32 experts, and less than 16 MB.",
+        _SIZE,
     ),
     "pictures": (
         (
@@ -75,7 +84,7 @@ _KINDS = {
             "Can I show you an image?", "Do you work with images?", "Can you draw?",
         ),
         "They ask for pictures.",
-        "No, I only read and write text.",
+        _BLIND,
     ),
     "thanks": (
         (
@@ -137,6 +146,17 @@ def _make_talk(rng: random.Random) -> Example:
     # Nothing is put before or after a greeting or a thank-you.
     text = casual(rng, plain) if plain.endswith("?") else rng.choice((plain, plain, plain.lower()))
     return question("talk", text, reasoning, answer, f"talk {plain.lower()}")
+
+
+def by_one_who_sees(example: Example) -> Example:
+    """The example as it is for a model with a vision tower, which says other things of itself."""
+    messages = [
+        {**message, "content": _SEEING[message["content"]]}
+        if message["role"] == ASSISTANT and message["content"] in _SEEING
+        else message
+        for message in example.messages
+    ]
+    return replace(example, messages=messages)
 
 
 FAMILIES = (Family("talk", 4, _make_talk, same_text),)
