@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,6 +113,12 @@ class Processor:
         """The most frames that are seen together."""
         return self.temporal_merge_kernel_size
 
+    @cached_property
+    def _table(self) -> np.ndarray:
+        """``[256, 3]`` float32: what the tower reads for a byte, in each colour."""
+        table = (np.arange(256, dtype=np.float32)[:, None] / 255 - self.image_mean) / self.image_std
+        return table.astype(np.float32)
+
     def image(self, picture: "Image") -> Medium:
         """A picture of any mode, as the tower takes it.
 
@@ -164,14 +171,13 @@ class Processor:
         pixels = pixels.reshape(len(frames), rows, p, columns, p, 3)
         pixels = pixels.transpose(0, 1, 3, 5, 2, 4).reshape(-1, 3, p, p)
         width, height = frames[0].size
-        table = (np.arange(256, dtype=np.float32)[:, None] / 255 - self.image_mean) / self.image_std
         return Medium(
             pixels=pixels,
             grid=(len(frames), rows, columns),
             tokens=size.tokens,
             width=width,
             height=height,
-            table=table.astype(np.float32),
+            table=self._table,
         )
 
     def _scale(self, picture: "Image", size: Size) -> "Image":
