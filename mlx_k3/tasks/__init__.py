@@ -13,7 +13,7 @@ from .mixture import (
     held_out_examples,
     training_examples,
 )
-from .pictures import scenes, with_scenes
+from .pictures import drawn, scenes, with_scenes
 from .scenes import Scene
 from .talk import by_one_who_sees
 from .toolbox import run_tool
@@ -28,6 +28,7 @@ __all__ = [
     "Scene",
     "asked",
     "by_one_who_sees",
+    "drawn",
     "example",
     "held_out_examples",
     "is_held_out",

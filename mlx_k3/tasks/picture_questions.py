@@ -22,8 +22,8 @@ class Asked(NamedTuple):
 
 _COLOUR = (
     "What colour is the {x}?", "Which colour has the {x}?", "What color is the {x}?",
-    "Tell me the colour of the {x}.", "What is the colour of the {x}?", "The {x} is of which color?",
-    "Name the colour of the {x}.", "Which color is the {x}?",
+    "Tell me the colour of the {x}.", "What is the colour of the {x}?", "Which color is the {x}?",
+    "Name the colour of the {x}.", "The {x} is of which color?",
 )  # fmt: skip
 _ONLY_COLOUR = (
     "What colour is it?", "What colour is the shape?", "Which colour do you see?",

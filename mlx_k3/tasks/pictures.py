@@ -6,7 +6,7 @@ pixels calls its ``draw()``. All pictures of an example have one size.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -55,29 +55,42 @@ def shown(rng: random.Random, scene: Scene, text: str) -> list[Message]:
     return [first, _SEEN, user(text)]
 
 
-def part(scene: Scene) -> dict[str, Any]:
+def part(image: Any) -> dict[str, Any]:
     """A picture in a message."""
-    return {"type": "image", "image": scene}
+    return {"type": "image", "image": image}
 
 
-def scenes(example: Example) -> Iterator[Scene]:
+def scenes(example: Example) -> list[Scene]:
     """The pictures of an example, in order."""
+    return [p["image"] for p in _parts(example) if p["type"] == "image"]
+
+
+def with_scenes(example: Example, others: Iterable[Scene]) -> Example:
+    """The example with ``others`` in the places of its own pictures, in order."""
+    following = iter(others)
+    return _replaced(example, lambda _: next(following))
+
+
+def drawn(example: Example) -> Example:
+    """The example with pixels for scenes: Pillow images."""
+    return _replaced(example, lambda scene: scene.draw())
+
+
+def _parts(example: Example) -> Iterator[dict[str, Any]]:
     for message in example.messages:
         if isinstance(message["content"], list):
-            yield from (p["image"] for p in message["content"] if p["type"] == "image")
+            yield from message["content"]
 
 
-def with_scenes(example: Example, replaced: Iterator[Scene]) -> Example:
-    """The example with other pictures in the places of its own."""
-
-    def change(message: Message) -> Message:
+def _replaced(example: Example, change: Callable[[Scene], Any]) -> Example:
+    def changed(message: Message) -> Message:
         content = message["content"]
         if not isinstance(content, list):
             return message
-        parts = [part(next(replaced)) if p["type"] == "image" else p for p in content]
+        parts = [part(change(p["image"])) if p["type"] == "image" else p for p in content]
         return {**message, "content": parts}
 
-    return replace(example, messages=[change(message) for message in example.messages])
+    return replace(example, messages=[changed(message) for message in example.messages])
 
 
 def _text(text: str) -> dict[str, Any]:
