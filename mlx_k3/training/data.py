@@ -3,13 +3,13 @@
 Conversations are made in chunks by other processes. Within a chunk they are sorted by length into
 few shapes, each conversation alone in its row: a row's state begins empty, as in use. What
 follows it in its row is another conversation's beginning, which counts for nothing; routers see
-ordinary text there instead of padding.
+ordinary text there instead of padding. Of a picture the ids have as many pads as it has vectors.
 """
 
 import multiprocessing
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
@@ -19,14 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..chat import xtml
+from ..chat.attaching import media_of
 from ..chat.tokenizer import load_tokenizer
 from ..errors import K3Error
-from ..tasks import FAMILIES, Example, example, training_examples
+from ..media.medium import Medium
+from ..media.placing import plain_ids
+from ..media.processor import Processor
+from ..tasks import Example, held_out_examples, scenes, training_examples
+from .pictures import Pictures, gather, groups, opened
 
 _AHEAD = 2  # chunks' worth of conversations that may be made before they are used
 _PART = 256  # conversations a process makes at a time
 _IN_VAIN = 1000  # conversations of which one has to fit
 _SEEDS = 1 << 32  # parts of a stream; another stream's seed begins after them
+_NOWHERE = np.zeros(0, np.int64)
 
 
 class Batch(NamedTuple):
@@ -34,13 +40,19 @@ class Batch(NamedTuple):
 
     ids: np.ndarray
     weights: np.ndarray
+    pictures: Pictures | None = None
 
 
 class Tokens(NamedTuple):
-    """A conversation: ids ``[n]`` and which of them the model has to predict ``[n]``."""
+    """A conversation: ids ``[n]`` and which of them the model has to predict ``[n]``.
+
+    ``places`` of its pictures' vectors in the ids are those of the pads.
+    """
 
     ids: np.ndarray
     predicted: np.ndarray
+    media: tuple[Medium, ...] = ()
+    places: np.ndarray = _NOWHERE
 
 
 class Position(NamedTuple):
@@ -54,7 +66,8 @@ BEGINNING = Position(0, 0)
 
 
 def tokenize(example: Example, tokenizer: Any) -> Tokens:
-    """A conversation's ids. Answers are to be predicted, from where a prompt ends."""
+    """A conversation's ids; its pictures are open. Answers are to be predicted, from where a
+    prompt ends."""
     rendered = xtml.render(
         example.messages,
         tools=example.tools,
@@ -82,7 +95,14 @@ def tokenize(example: Example, tokenizer: Any) -> Tokens:
         add(segments[: given if answer else None], False)
         if answer:
             add(segments[given:], True)
-    return Tokens(np.array(ids, np.int32), np.array(predicted))
+    media = tuple(media_of(example.messages))
+    if not media:
+        return Tokens(np.array(ids, np.int32), np.array(predicted))
+    # A picture's vectors have ids of their own, below zero: see Medium.ids.
+    places = np.flatnonzero(np.array(ids, np.int64) < 0)
+    pad = tokenizer.convert_tokens_to_ids(xtml.MEDIA[2])
+    plain = np.array(plain_ids(ids, pad), np.int32)
+    return Tokens(plain, np.array(predicted), media, places)
 
 
 def batches(
@@ -98,13 +118,12 @@ def batches(
         rows = [c for c in conversations if shorter < len(c.ids) - 1 <= length]
         shorter = length
         size = max(tokens_per_batch // length, 1)
-        for start in range(0, len(rows), size):
-            made.append(_batch(rows[start : start + size], length, size))
+        made += [_batch(group, length, size) for group in groups(rows, size)]
     random.Random(seed).shuffle(made)
     return made
 
 
-def _batch(rows: list[Tokens], length: int, size: int) -> Batch:
+def _batch(rows: Sequence[Tokens], length: int, size: int) -> Batch:
     ids = np.zeros((size, length + 1), np.int32)
     weights = np.zeros((size, length), np.float32)
     for i in range(size):
@@ -116,7 +135,7 @@ def _batch(rows: list[Tokens], length: int, size: int) -> Batch:
         ids[i] = text[: length + 1]
         if i < len(rows):
             weights[i, : len(own.ids) - 1] = own.predicted[1:]
-    return Batch(ids, weights)
+    return Batch(ids, weights, gather(rows, length, size))
 
 
 class BatchStream:
@@ -125,7 +144,8 @@ class BatchStream:
     >>> with BatchStream(folder, lengths=(256, 512), tokens_per_batch=16384, ...) as stream:
     ...     for position, batch in stream: ...
 
-    ``folder`` holds a converted tokenizer; a batch's ``position`` is that of the one after it.
+    ``folder`` holds a converted tokenizer, and the settings for pictures, which a share
+    ``pictures`` of the examples is about; a batch's ``position`` is that of the one after it.
     """
 
     def __init__(
@@ -139,10 +159,11 @@ class BatchStream:
         workers: int = 1,
         start: Position = BEGINNING,
         held_out: bool = False,
+        pictures: float = 0.0,
     ):
         self._lengths, self._tokens = lengths, tokens_per_batch
         self._parts = -(-conversations_per_chunk // _PART)
-        self._seed, self._start, self._held_out = seed, start, held_out
+        self._seed, self._start, self._kind = seed, start, (held_out, pictures)
         # Spawned: a forked process would share MLX's threads and locks.
         context = multiprocessing.get_context("spawn")
         with _deaf_to_ctrl_c():
@@ -178,7 +199,7 @@ class BatchStream:
         """Begin to make a chunk's conversations."""
         first = self._seed * _SEEDS + chunk * self._parts
         seeds = range(first, first + self._parts)
-        return [self._pool.apply_async(_make, (seed, self._held_out)) for seed in seeds]
+        return [self._pool.apply_async(_make, (seed, *self._kind)) for seed in seeds]
 
 
 @contextmanager
@@ -201,21 +222,20 @@ class CachedTokenizer:
 
 
 _tokenizer: CachedTokenizer
+_processor: Processor
 
 
 def _load(folder: str) -> None:
-    global _tokenizer
+    global _tokenizer, _processor
     _tokenizer = CachedTokenizer(load_tokenizer(Path(folder)))
+    _processor = Processor.from_folder(folder)
 
 
-def _make(seed: int, held_out: bool) -> list[Tokens]:
-    made = held_out_examples(seed) if held_out else training_examples(seed)
-    return [tokenize(example, _tokenizer) for example in islice(made, _PART)]
-
-
-def held_out_examples(seed: int) -> Iterator[Example]:
-    """Examples of items that training never sees, families in training's proportions."""
-    rng = random.Random(seed)
-    names, weights = zip(*((f.name, f.weight) for f in FAMILIES.values()), strict=True)
-    while True:
-        yield example(rng.choices(names, weights)[0], rng, "held-out")
+def _make(seed: int, held_out: bool, pictures: float) -> list[Tokens]:
+    examples = held_out_examples if held_out else training_examples
+    made = []
+    for example in islice(examples(seed, pictures), _PART):
+        if scenes(example):
+            example = opened(example, _processor)
+        made.append(tokenize(example, _tokenizer))
+    return made
