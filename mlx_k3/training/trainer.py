@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
@@ -31,9 +31,11 @@ from .log import Log
 from .muon import make_optimizer
 from .precision import as_stored
 from .schedule import learning_rate
+from .settle import settle
 from .step import State, cross_entropy, initial_state, make_step, place
 
 HELD_OUT_BATCHES = 8
+SETTLING_BATCHES = 16
 
 
 class Trainer:
@@ -100,19 +102,22 @@ class Trainer:
         steps = {q: make_step(self.model, self._optimizer, config, quantized=q) for q in (0, 1)}
         folder = config.out / "checkpoints"
         before = None
+        batches = iter(stream)
         try:
-            for position, batch in islice(stream, config.steps - saved.step):
+            for position, batch in islice(batches, config.steps - saved.step):
                 ids, weights = mx.array(batch.ids), mx.array(batch.weights)
                 state, metrics = steps[saved.step >= first_quantized](saved.state, ids, weights)
                 mx.async_eval(state, metrics)
                 # One step ahead of the device and no further: every step on its way needs memory.
                 mx.eval(before)
                 before = metrics
-                # In one go, for Ctrl-C may come between any two lines.
-                saved = checkpoints.Saved(state, saved.step + 1, position)
-                step = saved.step
-                log.count(batch.ids.size)
+                step = saved.step + 1
                 last = step == config.steps
+                if last and config.balance == "quantile":
+                    state = self._settled(state, islice(batches, SETTLING_BATCHES))
+                # In one go, for Ctrl-C may come between any two lines.
+                saved = checkpoints.Saved(state, step, position)
+                log.count(batch.ids.size)
                 if step % config.log_every == 0 or last:
                     record = {"step": step, "learning_rate": self._rate(mx.array(step - 1)).item()}
                     record |= {name: value.item() for name, value in metrics._asdict().items()}
@@ -144,6 +149,10 @@ class Trainer:
         options = {"held_out": True, "workers": self.config.workers}
         with self._stream(folder, self.config.seed, **options) as stream:
             return [batch for _, batch in islice(stream, HELD_OUT_BATCHES)]
+
+    def _settled(self, state: State, upcoming: Iterable[tuple[Position, Batch]]) -> State:
+        place(self.model, as_stored(state.parameters), state.biases)
+        return state._replace(biases=settle(self.model, [batch for _, batch in upcoming]))
 
     def _evaluate(self, state: State, batches: list[Batch]) -> dict[str, float]:
         """The loss on ``batches``, and how evenly the experts are used there.
