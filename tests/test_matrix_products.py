@@ -15,51 +15,61 @@ from mlx_k3.kernels.build import SOURCE, Kernel, Launch
 from .support.measure import relative_error
 from .support.metal import available, run, with_kernels
 
-# y [16, 8] = a b, from a [16, 32] in the order of mma_at and b [32, 8]; z, the same by way of
-# shared memory: both loaders of b, and a's.
+DTYPES = [mx.float32, mx.bfloat16]
+
+# y [16, 16] = a b, from a [16, 32] and b [32, 16] by way of shared memory; z, the same from a as
+# sums hold it, and from b's columns in the order of mma_at.
 BODY = """
-  SHARED(float, rows, 32 * 10);
-  SHARED(float, columns, 8 * 40);
-  SHARED(float, left, 16 * 40);
-  for (uint i = LANE; i < 256; i += 32) {
-    rows[i / 8 * 10 + i % 8] = mma_ready<EXACT>(b[i]);
-    columns[i % 8 * 40 + i / 8] = mma_ready<EXACT>(b[i]);
-  }
+  SHARED(W, columns, 16 * 40);
+  SHARED(W, left, 16 * 40);
   for (uint i = LANE; i < 512; i += 32) {
-    left[i / 32 * 40 + i % 32] = mma_ready<EXACT>(a[mma_at(i / 32, i % 32, 32)]);
+    left[i / 32 * 40 + i % 32] = a[i];
+    columns[i / 32 * 40 + i % 32] = b[mma_at(i / 32, i % 32, 32)];
   }
   SIMD_BARRIER();
-  float one[4] = {0.0f, 0.0f, 0.0f, 0.0f}, other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  const uint line = mma_row(LANE), column = mma_column(LANE);
+  float one[2][4], other[2][4];
+  for (uint i = 0; i < 8; ++i) one[i / 4][i % 4] = other[i / 4][i % 4] = 0.0f;
   for (uint k = 0; k < 32; k += 16) {
-    for (uint s = 0; s < 4; s += 2) {
-      CONST_DEVICE float* own = a + k * 16 + mma_own(LANE) + s;
-      const float x[4] = {mma_ready<EXACT>(own[0]), mma_ready<EXACT>(own[1]),
-                          mma_ready<EXACT>(own[4]), mma_ready<EXACT>(own[5])};
-      float w[2];
-      shared_load_b(w, rows + (k + s) * 10, 10, LANE);
-      mma<EXACT>(one, x, w);
+    Left<W> x;
+    Right<W> w[2];
+    shared_load_left(x, left + k, 40, LANE);
+    for (uint j = 0; j < 2; ++j) {
+      shared_load_right(w[j], columns + 8 * j * 40 + k, 40, LANE);
+      multiply(one[j], x, w[j]);
     }
+    float sums[2][4];
+    for (uint i = 0; i < 8; ++i) {  // whose columns are the rows of mma_swap
+      const uint term = 2 * column + i / 4 * 2 + i % 2;
+      sums[i / 4][i % 4] = to_float(a[(line + i % 4 / 2 * 8) * 32 + k + term]);
+    }
+    left_of(x, sums[0], sums[1]);
+    load_rights(w, b + k * 16, LANE);
+    multiply(other[0], x, w[0]);
+    multiply(other[1], x, w[1]);
   }
-  for (uint k = 0; k < 32; k += 8) {
-    float x[4], w[2];
-    shared_load_a(x, left + k, 40, LANE);
-    shared_load_b_transposed(w, columns + k, 40, LANE);
-    mma<EXACT>(other, x, w);
-  }
-  for (uint i = 0; i < 4; ++i) {
-    const uint at = (mma_row(LANE) + i / 2 * 8) * 8 + mma_column(LANE) + i % 2;
-    y[at] = one[i];
-    z[at] = other[i];
+  for (uint i = 0; i < 8; ++i) {
+    const uint at = (line + i % 4 / 2 * 8) * 16 + i / 4 * 8 + column + i % 2;
+    y[at] = one[i / 4][i % 4];
+    z[at] = other[i / 4][i % 4];
   }
 """
 
 # mma.sync.m16n8k8 for .tf32 (PTX manual, "Matrix Fragments for mma.m16n8k8"): with g = lane / 4 and
 # t = lane % 4, a0..a3 are a[g][t], a[g + 8][t], a[g][t + 4], a[g + 8][t + 4]; b0, b1 are b[t][g],
 # b[t + 4][g]; c0..c3 are c[g][2t], c[g][2t + 1], c[g + 8][2t], c[g + 8][2t + 1].
+# m16n8k16 for .bf16: a0..a3 hold pairs, a[g][2t], a[g + 8][2t], a[g][2t + 8], a[g + 8][2t + 8] and
+# their right neighbours; b0, b1 b[2t][g], b[2t + 8][g] and those below; c as before.
 INSTRUCTION = """
+typedef bfloat __nv_bfloat16;
+struct alignas(4) __nv_bfloat162 {
+  bfloat x, y;
+};
+INLINE __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {from_float<bfloat>(x), from_float<bfloat>(y)};
+}
 INLINE float2 make_float2(float x, float y) { return float2(x, y); }
 INLINE float cut(float x) { return bits_to_float(float_to_bits(x) & ~0x1fffu); }
-INLINE float rounded(float x) { return cut(bits_to_float(float_to_bits(x) + 0x1000u)); }
 INLINE void tensor_core(LOCAL float* c, float a0, float a1, float a2, float a3, float b0,
                         float b1) {
   const uint g = host::lane() / 4, t = host::lane() % 4;
@@ -76,24 +86,42 @@ INLINE void tensor_core(LOCAL float* c, float a0, float a1, float a2, float a3, 
     }
   }
 }
+INLINE float of_pair(uint pair, uint which) {
+  return bits_to_float(which == 0 ? pair << 16 : pair & 0xffff0000u);
+}
+INLINE void tensor_core_16(LOCAL float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+  const uint g = host::lane() / 4, t = host::lane() % 4;
+  for (uint k = 0; k < 16; ++k) {
+    const uint from = k % 8 / 2;
+    const uint upper = simd_shuffle(k < 8 ? a0 : a2, g * 4 + from);
+    const uint lower = simd_shuffle(k < 8 ? a1 : a3, g * 4 + from);
+    for (uint j = 0; j < 2; ++j) {
+      const float right = of_pair(simd_shuffle(k < 8 ? b0 : b1, (2 * t + j) * 4 + from), k % 2);
+      c[j] += of_pair(upper, k % 2) * right;
+      c[2 + j] += of_pair(lower, k % 2) * right;
+    }
+  }
+}
 """
 
 
-def launch(folder: Path, exact: bool, helpers: str = "", needs: tuple[str, ...] = ()) -> Launch:
+def launch(folder: Path, dtype: mx.Dtype, helpers: str = "", needs: tuple[str, ...] = ()):
+    """The product's launch, and what it is to give."""
     (folder / "product.h").write_text(f"// A product.\n{helpers}\nKERNEL {{{BODY}}}\n")
     mx.random.seed(0)
-    a, b = mx.random.normal((16, 32)), mx.random.normal((32, 8))
-    packed = a.reshape(16, 2, 4, 4).reshape(2, 8, 2, 4, 4).transpose(2, 1, 3, 0, 4)
+    a, b = (mx.random.normal(shape).astype(dtype) for shape in ((16, 32), (32, 16)))
+    packed = b.T.reshape(2, 8, 2, 4, 4).transpose(2, 1, 3, 0, 4)
     kernel = Kernel("product", ("a", "b"), ("y", "z"), needs=needs, folder=folder)
-    outputs = (((16, 8), mx.float32),) * 2
-    template = (("EXACT", exact),)
-    product = Launch(kernel, (mx.contiguous(packed), b), outputs, (1, 1, 1), 32, template, ())
-    return product, a @ b
+    outputs = (((16, 16), mx.float32),) * 2
+    product = Launch(
+        kernel, (a, mx.contiguous(packed)), outputs, (1, 1, 1), 32, (("W", dtype),), ()
+    )
+    return product, a.astype(mx.float32) @ b.astype(mx.float32)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_products(tmp_path, exact) -> None:
-    product, want = launch(tmp_path, exact, needs=("mma",))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(tmp_path, dtype) -> None:
+    product, want = launch(tmp_path, dtype, needs=("mma",))
     with with_kernels():
         results = product.kernel(
             *product.inputs,
@@ -103,25 +131,24 @@ def test_products(tmp_path, exact) -> None:
             template=dict(product.template),
         )
     for got in results:
-        assert relative_error(got, want) < (1e-6 if exact else 1e-3)
+        assert relative_error(got, want) < 1e-6
 
 
 @pytest.mark.skipif(not available(), reason="no clang++ here")
-@pytest.mark.parametrize("exact", [True, False])
-def test_products_of_tensor_cores(tmp_path, exact) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_tensor_cores(tmp_path, dtype) -> None:
     text = (SOURCE / "mma.cuda.h").read_text()
     text, products = re.subn(r'asm\("mma\.sync.*?\);\n', played, text, flags=re.S)
-    rounding = "bits = float_to_bits(rounded(x));\n"
-    text, roundings = re.subn(r'asm\("cvt\.rna\.tf32.*?\);\n', rounding, text, flags=re.S)
-    assert products == roundings == 1
-    product, want = launch(tmp_path, exact, INSTRUCTION + text)
-    errors = [relative_error(got, want) for got in run(product)]
-    assert max(errors) < (1e-6 if exact else 1e-3)
-    assert exact or min(errors) > 1e-5  # TF32 shows
+    assert products == 2
+    product, want = launch(tmp_path, dtype, INSTRUCTION + text)
+    for got in run(product):
+        assert relative_error(got, want) < 1e-6
 
 
 def played(found: re.Match) -> str:
     """The instruction as a call, with its operands in their order."""
-    operands = re.findall(r'"r"\(float_to_bits\((.*?)\)\)', found[0])
+    operands = re.findall(r'"r"\(((?:[^()]|\([^()]*\))*)\)', found[0])
     assert len(operands) == 6
-    return f"tensor_core(c, {', '.join(operands)});\n"
+    operands = [re.sub(r"^float_to_bits\((.*)\)$", r"\1", x) for x in operands]
+    name = "tensor_core_16" if "bf16" in found[0] else "tensor_core"
+    return f"{name}(c, {', '.join(operands)});\n"

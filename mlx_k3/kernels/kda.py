@@ -4,6 +4,8 @@ Owns the choice between plain MLX ops and two kernels: one over all chunks at on
 Knows nothing of the layer around it; ``kda_decode.py`` has the whole layer for a few tokens.
 """
 
+from functools import cache
+
 import mlx.core as mx
 
 from .build import Kernel
@@ -16,13 +18,13 @@ SCRATCH_BYTES = 1 << 30  # bound on what passes between the kernels; longer inpu
 
 _CHUNKS = Kernel(
     "kda_prefill_chunks",
-    inputs=("q", "k", "v", "log_decay", "beta", "mask", "place"),
+    inputs=("q", "k", "v", "log_decay", "beta", "mask"),
     outputs=("q_start", "k_end", "w_k", "w_v", "qk", "decay"),
     needs=("mma",),
 )
 _STATES = Kernel(
     "kda_prefill_states",
-    inputs=("q_start", "k_end", "w_k", "w_v", "qk", "decay", "state_in", "place"),
+    inputs=("beta", "q_start", "k_end", "w_k", "w_v", "qk", "decay", "state_in"),
     outputs=("o", "state_out"),
     needs=("mma",),
 )
@@ -39,8 +41,8 @@ def kda(
 ) -> tuple[mx.array, mx.array]:
     """Gated delta rule with per-channel decay, continued from ``state``.
 
-    Differentiable by way of the plain ops. On CUDA, products are in bfloat16 and TF32 if q, k and
-    v are all bfloat16, else in float32's precision.
+    Differentiable by way of the plain ops. In the kernels, products are of bfloat16 if q, k and v
+    all are, with float32 sums, else in float32's precision.
 
     Args:
         q, k: ``[B, T, H, K]``, normalised; ``q`` carries the scale.
@@ -102,34 +104,44 @@ def _by_kernels(q, k, v, log_decay, beta, state, mask):
     dtype = mx.float32 if exact else mx.bfloat16
     token_bytes = B * H * (4 * D + CHUNK) * dtype.size
     most = max(SCRATCH_BYTES // token_bytes // CHUNK, 1) * CHUNK
-    how = {"W": dtype, "D": D, "HEADS": H, "EXACT": exact}
+    state = state.astype(mx.float32)
+    if most >= T:
+        return _segment(q, k, v, log_decay, beta, state, mask, dtype)
     outputs = []
     for first in range(0, T, most):
-        tokens = min(most, T - first)
-        N = -(-tokens // CHUNK)
-        tall, wide, square = (D, CHUNK), (CHUNK, D), (CHUNK, CHUNK)
-        chunks = _CHUNKS(
-            *(q, k, v, log_decay, beta, no_mask() if mask is None else mask),
-            mx.array([T, first, N], mx.int32),
-            outputs=[
-                *(((B, H, N, *shape), dtype) for shape in (wide, tall, wide, wide, square)),
-                ((B, H, N, D), mx.float32),
-            ],
-            groups=(N, H, B),
-            threads=D,
-            template={**how, "MASKED": mask is not None},
-        )
-        output, state = _STATES(
-            *(*chunks, state.astype(mx.float32), mx.array([tokens, N], mx.int32)),
-            outputs=[((B, tokens, H, D), mx.float32), (state.shape, mx.float32)],
-            groups=(D // 32, H, B),
-            threads=64 if D == 32 else 128,
-            template=how,
-        )
+        part = slice(first, first + most)
+        inputs = (x[:, part] for x in (q, k, v, log_decay, beta))
+        output, state = _segment(*inputs, state, None if mask is None else mask[:, part], dtype)
         outputs.append(output)
-    return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)), state
+    return mx.concatenate(outputs, axis=1), state
 
 
+def _segment(q, k, v, log_decay, beta, state, mask, dtype):
+    """:func:`kda` by the kernels, with ``dtype`` between them."""
+    B, T, H, D = q.shape
+    N = -(-T // CHUNK)
+    tall, wide, square = (D, CHUNK), (CHUNK, D), (CHUNK, CHUNK)
+    chunks = _CHUNKS(
+        *(q, k, v, log_decay, beta, no_mask() if mask is None else mask),
+        outputs=[
+            *(((B, H, N, *shape), dtype) for shape in (wide, tall, wide, tall, square)),
+            ((B, H, N, D), mx.float32),
+        ],
+        groups=(N, H, B),
+        threads=D,
+        template={"W": dtype, "D": D, "HEADS": H, "MASKED": mask is not None},
+    )
+    threads = min(2 * D, 128)
+    return _STATES(
+        *(beta, *chunks, state),
+        outputs=[((B, T, H, D), mx.float32), (state.shape, mx.float32)],
+        groups=(2 * D // threads, H, B),
+        threads=threads,
+        template={"W": dtype, "D": D, "HEADS": H},
+    )
+
+
+@cache
 def no_mask() -> mx.array:
     """What stands in a mask's place in a kernel that does not read it."""
     return mx.array([True])

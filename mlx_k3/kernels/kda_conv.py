@@ -5,7 +5,7 @@ Owns the convolution with the norm that follows it, one kernel on a GPU. Knows n
 
 import mlx.core as mx
 
-from .build import Kernel
+from .build import SIMD, Kernel
 from .gradient import differentiable
 from .kda import WIDTHS, no_mask
 from .kda_reference import l2norm
@@ -18,7 +18,7 @@ Heads = tuple[mx.array, mx.array, mx.array]
 
 _KERNEL = Kernel(
     "kda_prefill_conv",
-    inputs=("qkv", "conv_in", "conv_weight", "mask", "place"),
+    inputs=("qkv", "conv_in", "conv_weight", "mask"),
     outputs=("q", "k", "v"),
 )
 
@@ -80,12 +80,12 @@ def _by_kernel(qkv, weight, state, H, mask) -> list[mx.array]:
     B, T, C = qkv.shape
     D = C // (3 * H)
     return _KERNEL(
-        *(qkv, state, weight, no_mask() if mask is None else mask, mx.array([T], mx.int32)),
+        *(qkv, state, weight, no_mask() if mask is None else mask),
         outputs=[((B, T, H, D), qkv.dtype)] * 3,
         groups=(-(-T // TOKENS), H, B),
-        threads=3 * D,
+        threads=3 * SIMD,
         template={
-            "T": qkv.dtype,
+            "W": qkv.dtype,
             "D": D,
             "HEADS": H,
             "TAPS": weight.shape[-1],
@@ -98,7 +98,15 @@ def _by_kernel(qkv, weight, state, H, mask) -> list[mx.array]:
 def _next_state(x, state, mask, lengths) -> mx.array:
     """The last inputs before the end of each row, without a copy of all of them."""
     T, size = x.shape[1], state.shape[1]
-    end = mx.array([T]) if lengths is None else mx.clip(lengths, 0, T)
+    if lengths is None:
+        if mask is not None:
+            x = mx.where(mask[:, -size:, None], x[:, -size:], 0)
+        # A copy: a view would keep the whole prefill's inputs alive.
+        last = x[:, -size:]
+        if size > T:
+            last = mx.concatenate([state[:, T:].astype(x.dtype), last], axis=1)
+        return mx.contiguous(last)
+    end = mx.clip(lengths, 0, T)
     at = mx.broadcast_to(end[:, None] + mx.arange(size), state.shape[:2])  # from the state's first
     in_state = mx.minimum(at, size - 1)[..., None]
     in_x = mx.maximum(at - size, 0)

@@ -114,6 +114,7 @@ def _fused(
     (B, T, _), H, D = qkv.shape, A_log.size, o_norm.size
     if T > MOST_TOKENS:
         raise ValueError(f"kda_decode takes at most {MOST_TOKENS} tokens, not {T}")
+    threads, rows = _tiling(B, D)
     y, conv_state, state = _KERNEL(
         *inputs,
         no_mask() if mask is None else mask,
@@ -123,8 +124,9 @@ def _fused(
             (state.shape, mx.float32),
         ),
         groups=(H, B, 1),
-        threads=4 * D,
+        threads=threads,
         template={
+            "ROWS": rows,
             "T": qkv.dtype,
             "D": D,
             "HEADS": H,
@@ -141,3 +143,12 @@ def _fused(
         },
     )
     return y, conv_state, state
+
+
+def _tiling(B: int, D: int) -> tuple[int, int]:
+    """Threads of a group, and rows of the state that a lane holds at once.
+
+    One sequence has a group on most of a GPU's processors and all of its state asked for at once.
+    Of several, small groups share a processor: some read while others compute and write.
+    """
+    return (4 * D, 2) if B == 1 else (2 * D, 1)

@@ -3,150 +3,109 @@
 //
 //   u = w_v - w_k S,   o = q_start S + qk u,   S <- decay S + k_end u
 //
-// A group works for 32 values of one head and goes through all chunks. The state is in the lanes'
-// registers and, once a chunk, in shared memory, where everyone multiplies with it; what the chunk
-// brings is used once and comes from device memory straight to who multiplies with it.
+// A simd group works for 16 values of one head, goes through all chunks and needs no other: its
+// state [V, K] stays in registers. What a product gives is the next one's left factor as it lies
+// there, and the right factors, which all simd groups of a head share, come from device memory in
+// the order in which they are used.
 //
-// q_start, w_k, w_v [B, HEADS, N, 32, D], k_end [B, HEADS, N, D, 32], qk [B, HEADS, N, 32, 32],
-// all but w_v in the order of mma_at; decay [B, HEADS, N, D]; state_in [B, HEADS, D, D], values by
-// keys; place [2]: TOKENS and N; o [B, TOKENS, HEADS, D] and state_out as state_in, float32.
+// beta [B, T, HEADS], of which only the shape is read; q_start, k_end, w_k, w_v, qk and decay as
+// kda_prefill_chunks.h writes them; state_in [B, HEADS, D, D], values by keys; o [B, T, HEADS, D]
+// and state_out as state_in, float32.
 //
-// D: 32, 64 or 128. HEADS. EXACT: products in float32's precision. Groups: D / 32, HEADS, B, of
+// W: dtype of what comes from there. D: 32, 64 or 128. HEADS. Groups: D / 64 or 1, HEADS, B, of
 // 128 threads, or 64 for D = 32.
 
-// A lane's share of a [16, K], which lies in the order of mma_at.
-template <int K, typename W>
-INLINE void load_left(LOCAL float* x, CONST_DEVICE W* a, uint lane) {
-  UNROLL
-  for (int k = 0; k < K; k += 16) load<8>(x + k / 2, a + k * 16 + mma_own(lane));
-}
-
-// c [16, 32] += a [16, K] b [K, 32], a from load_left, b in rows that lie PITCH apart.
-template <bool EXACT, int K, int PITCH>
-INLINE void multiply_add(LOCAL float* c, const LOCAL float* x, const THREADGROUP float* b,
-                         uint lane) {
-  UNROLL
-  for (int k = 0; k < K; k += 16) {
-    UNROLL
-    for (int s = 0; s < 4; s += 2) {
-      const int at = k / 2 + s;
-      const float own[4] = {x[at], x[at + 1], x[at + 4], x[at + 5]};
-      UNROLL
-      for (int j = 0; j < 4; ++j) {
-        float y[2];
-        shared_load_b(y, b + (k + s) * PITCH + 8 * j, PITCH, lane);
-        mma<EXACT>(c + 4 * j, own, y);
-      }
-    }
-  }
-}
-
 KERNEL {
-  constexpr int C = 32, SLICE = 32, SIMDS = D == 32 ? 2 : 4;
-  constexpr int BLOCKS = D / 16 / SIMDS;  // of 16 rows of the state, a simd group
-  constexpr int PARTS = 4 / SIMDS;        // of w_k S and q_start S, 16 rows each, a simd group
-  constexpr int PITCH = SLICE + 2;        // of a row in shared memory: four rows on, other banks
+  constexpr int C = 32, BLOCKS = D / 16;
   const uint head = GROUP_Y, row = GROUP_Z;
-  const uint tokens = place[0], chunks = place[1];
+  const uint tokens = beta_shape[1], chunks = (tokens + C - 1) / C;
   const size_t of_head = size_t(row) * HEADS + head;
-  // A lane's place in 16 x 8: two rows, and two columns from here on.
-  const uint line = mma_row(LANE), column = mma_column(LANE), first = SLICE * GROUP_X + column;
+  const uint slice = (GROUP_X * (GROUP_SIZE / 32) + SIMD_GROUP) * 16;  // the first value
+  const uint line = mma_row(LANE), column = mma_column(LANE);
 
-  SHARED(float, S, D * PITCH);
-  SHARED(float, u, C * PITCH);
-
-  const uint block_row = BLOCKS * SIMD_GROUP;
-  float state[BLOCKS][16];
+  // In sixteens of keys: a lane's four neighbours of a value are in two sums.
+  const size_t state_at = (of_head * D + slice + line) * D + 2 * column;
+  float state[2 * BLOCKS][4];
   UNROLL
   for (int m = 0; m < BLOCKS; ++m) {
     UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const uint key = (block_row + m) * 16 + line + i / 2 % 2 * 8;
-      const uint value = first + i / 4 * 8 + i % 2;
-      state[m][i] = state_in[(of_head * D + value) * D + key];
+    for (int r = 0; r < 2; ++r) {
+      float x[4];
+      load<4>(x, state_in + (state_at + 8 * r * D + 16 * m));
+      UNROLL
+      for (int e = 0; e < 4; ++e) state[2 * m + e / 2][2 * r + e % 2] = x[e];
     }
   }
 
   for (uint n = 0; n < chunks; ++n) {
-    // What comes from device memory is asked for before each barrier, to arrive during it.
     const size_t chunk = of_head * chunks + n;
-    float rows[PARTS][D / 2], sums[PARTS][16];
+    CONST_DEVICE W* queries = q_start + chunk * (C * D);
+    CONST_DEVICE W* keys = w_k + chunk * (C * D);
+    CONST_DEVICE W* ends = k_end + chunk * (C * D);
+    CONST_DEVICE W* pairs = qk + chunk * (C * C);
+    float seen[4][4], output[4][4], values[16];
     UNROLL
-    for (int p = 0; p < PARTS; ++p) {
-      const uint part = SIMD_GROUP + p * SIMDS;
-      CONST_DEVICE W* from = (part < 2 ? w_k : q_start) + chunk * (C * D) + part % 2 * (16 * D);
-      load_left<D>(rows[p], from, LANE);
-    }
+    for (int i = 0; i < 16; ++i) seen[i / 4][i % 4] = output[i / 4][i % 4] = 0.0f;
     UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
+      Left<W> own;
+      left_of(own, state[2 * m], state[2 * m + 1]);
       UNROLL
-      for (int i = 0; i < 16; i += 2) {
-        const uint key = (block_row + m) * 16 + line + i / 2 % 2 * 8;
-        shared_store2(S + key * PITCH + i / 4 * 8 + column, mma_ready<EXACT>(state[m][i]),
-                      mma_ready<EXACT>(state[m][i + 1]));
+      for (int b = 0; b < 2; ++b) {
+        Right<W> x[2];
+        load_rights(x, keys + (b * BLOCKS + m) * 256, LANE);
+        multiply(seen[2 * b], own, x[0]);
+        multiply(seen[2 * b + 1], own, x[1]);
+        load_rights(x, queries + (b * BLOCKS + m) * 256, LANE);
+        multiply(output[2 * b], own, x[0]);
+        multiply(output[2 * b + 1], own, x[1]);
       }
     }
-    BARRIER();
+    load<16>(values, w_v + (chunk * (C * D) + slice * C + 16 * LANE));
+    UNROLL
+    for (int i = 0; i < 16; ++i) seen[i / 4][i % 4] = values[i] - seen[i / 4][i % 4];
+    Left<W> update[2];
+    left_of(update[0], seen[0], seen[1]);
+    left_of(update[1], seen[2], seen[3]);
 
     UNROLL
-    for (int p = 0; p < PARTS; ++p) {
-      UNROLL
-      for (int i = 0; i < 16; ++i) sums[p][i] = 0.0f;
-      multiply_add<EXACT, D, PITCH>(sums[p], rows[p], S, LANE);
-    }
-    float products[C / 2], keys[BLOCKS][C / 2], factors[BLOCKS][2];
-    UNROLL
-    for (int m = 0; m < BLOCKS; ++m) {
-      load_left<C>(keys[m], k_end + chunk * (C * D) + (block_row + m) * (16 * C), LANE);
-      const uint key = (block_row + m) * 16 + line;
-      factors[m][0] = decay[chunk * D + key];
-      factors[m][1] = decay[chunk * D + key + 8];
+    for (int b = 0; b < 3; ++b) {  // of the four blocks of qk one is zero
+      Right<W> x[2];
+      load_rights(x, pairs + (b == 0 ? 0 : b + 1) * 256, LANE);
+      multiply(output[b == 0 ? 0 : 2], update[b / 2], x[0]);
+      multiply(output[b == 0 ? 1 : 3], update[b / 2], x[1]);
     }
     UNROLL
-    for (int p = 0; p < PARTS; ++p) {
-      const uint part = SIMD_GROUP + p * SIMDS;
-      if (part >= 2) {
-        load_left<C>(products, qk + chunk * (C * C) + part % 2 * (16 * C), LANE);
-        continue;
-      }
-      UNROLL
-      for (int i = 0; i < 16; i += 2) {
-        const uint token = part * 16 + line + i / 2 % 2 * 8;
-        const float2 w = load2(w_v + (chunk * C + token) * D + first + i / 4 * 8);
-        shared_store2(u + token * PITCH + i / 4 * 8 + column, mma_ready<EXACT>(w.x - sums[p][i]),
-                      mma_ready<EXACT>(w.y - sums[p][i + 1]));
-      }
-    }
-    BARRIER();
-
-    UNROLL
-    for (int p = 0; p < PARTS; ++p) {
-      const uint part = SIMD_GROUP + p * SIMDS;
-      if (part < 2) continue;
-      multiply_add<EXACT, C, PITCH>(sums[p], products, u, LANE);
-      UNROLL
-      for (int i = 0; i < 16; i += 2) {
-        const uint token = n * C + part % 2 * 16 + line + i / 2 % 2 * 8;
-        if (token >= tokens) continue;
-        DEVICE float* to = o + ((size_t(row) * tokens + token) * HEADS + head) * D + first;
-        store2(to + i / 4 * 8, sums[p][i], sums[p][i + 1]);
-      }
+    for (int i = 0; i < 16; ++i) {
+      const uint token = n * C + i / 8 * 16 + 2 * column + i / 4 % 2 * 2 + i % 2;
+      const uint value = slice + line + i % 4 / 2 * 8;
+      if (token >= tokens) continue;
+      o[((size_t(row) * tokens + token) * HEADS + head) * D + value] = output[i / 4][i % 4];
     }
     UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
+      const float4 four = load4(decay + (chunk * D + 16 * m + 2 * column));
+      const float factors[4] = {four.x, four.y, four.z, four.w};
       UNROLL
-      for (int i = 0; i < 16; ++i) state[m][i] *= factors[m][i / 2 % 2];
-      multiply_add<EXACT, C, PITCH>(state[m], keys[m], u, LANE);
+      for (int i = 0; i < 8; ++i) state[2 * m + i / 4][i % 4] *= factors[i / 4 * 2 + i % 2];
+      UNROLL
+      for (int b = 0; b < 2; ++b) {
+        Right<W> x[2];
+        load_rights(x, ends + (m * 2 + b) * 256, LANE);
+        multiply(state[2 * m], update[b], x[0]);
+        multiply(state[2 * m + 1], update[b], x[1]);
+      }
     }
   }
 
   UNROLL
   for (int m = 0; m < BLOCKS; ++m) {
     UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const uint key = (block_row + m) * 16 + line + i / 2 % 2 * 8;
-      const uint value = first + i / 4 * 8 + i % 2;
-      state_out[(of_head * D + value) * D + key] = state[m][i];
+    for (int r = 0; r < 2; ++r) {
+      float x[4];
+      UNROLL
+      for (int e = 0; e < 4; ++e) x[e] = state[2 * m + e / 2][2 * r + e % 2];
+      store<4>(state_out + (state_at + 8 * r * D + 16 * m), x);
     }
   }
 }

@@ -1,17 +1,36 @@
 // Products of small matrices by a simd group; mma.metal.h defines the same names and explains them.
 //
-// The tensor cores' m16n8k8, whose lanes hold columns t and t + 4 of a and the same rows of b, for
-// t = lane % 4. The order of a sum's terms is free: they stand for 2t and 2t + 1 here, neighbours.
+// bfloat16 takes the tensor cores' m16n8k16; float32 m16n8k8 in TF32, three times. A lane has, for
+// g = lane / 4 and t = lane % 4, two neighbours of rows g and g + 8 in every 8 columns of the left
+// factor. The order of a sum's terms is free, so that which ones these are is up to the loaders.
 
 INLINE uint mma_row(uint lane) { return lane / 4; }
 INLINE uint mma_column(uint lane) { return lane % 4 * 2; }
 
-template <bool EXACT>
-INLINE float mma_ready(float x) {
-  if (EXACT) return x;
-  uint bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-  return bits_to_float(bits);
+template <typename T>
+struct Left;
+template <>
+struct Left<float> {
+  float x[8];
+};
+template <>
+struct Left<__nv_bfloat16> {
+  uint x[4];
+};
+template <typename T>
+struct Right;
+template <>
+struct Right<float> {
+  float x[4];
+};
+template <>
+struct Right<__nv_bfloat16> {
+  uint x[2];
+};
+
+INLINE uint bfloat16_pair(float x, float y) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+  return *reinterpret_cast<const uint*>(&pair);
 }
 
 // The tensor cores ignore the lowest 13 bits of a and b.
@@ -23,18 +42,28 @@ INLINE void mma_tf32(float* c, const float* a, const float* b) {
         "r"(float_to_bits(a[3])), "r"(float_to_bits(b[0])), "r"(float_to_bits(b[1])));
 }
 
-template <bool EXACT>
-INLINE void mma(LOCAL float* c, const LOCAL float* a, const LOCAL float* b) {
-  if (EXACT) {  // what is ignored of one, times the other
-    float a_rest[4], b_rest[2];
-    UNROLL
-    for (int i = 0; i < 4; ++i) a_rest[i] = a[i] - bits_to_float(float_to_bits(a[i]) & ~0x1fffu);
-    UNROLL
-    for (int i = 0; i < 2; ++i) b_rest[i] = b[i] - bits_to_float(float_to_bits(b[i]) & ~0x1fffu);
-    mma_tf32(c, a_rest, b);
-    mma_tf32(c, a, b_rest);
+INLINE float ignored(float x) { return x - bits_to_float(float_to_bits(x) & ~0x1fffu); }
+
+INLINE void multiply(LOCAL float* c, const LOCAL Left<float>& a, const LOCAL Right<float>& b) {
+  UNROLL
+  for (int s = 0; s < 2; ++s) {  // what is ignored of one, times the other; then all the rest
+    const float* left = a.x + 4 * s;
+    const float* right = b.x + 2 * s;
+    const float left_rest[4] = {ignored(left[0]), ignored(left[1]), ignored(left[2]),
+                                ignored(left[3])};
+    const float right_rest[2] = {ignored(right[0]), ignored(right[1])};
+    mma_tf32(c, left_rest, right);
+    mma_tf32(c, left, right_rest);
+    mma_tf32(c, left, right);
   }
-  mma_tf32(c, a, b);
+}
+
+INLINE void multiply(LOCAL float* c, const LOCAL Left<__nv_bfloat16>& a,
+                     const LOCAL Right<__nv_bfloat16>& b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
 }
 
 template <typename T>
@@ -50,32 +79,50 @@ INLINE void store2(T* to, float x, float y) {
   store<2>(to, values);
 }
 
-INLINE float2 shared_load2(const float* from) { return *reinterpret_cast<const float2*>(from); }
-
-INLINE void shared_store2(float* to, float x, float y) {
-  *reinterpret_cast<float2*>(to) = make_float2(x, y);
+template <typename T>
+INLINE void shared_store2(T* to, float x, float y) {
+  store2(to, x, y);
 }
 
-INLINE void shared_load_a(LOCAL float* a, const THREADGROUP float* from, uint pitch, uint lane) {
+// Two neighbours as a factor holds them.
+INLINE void take2(float* to, const float* from) {
+  const float2 x = *reinterpret_cast<const float2*>(from);
+  to[0] = x.x;
+  to[1] = x.y;
+}
+INLINE void take2(uint* to, const __nv_bfloat16* from) {
+  *to = *reinterpret_cast<const uint*>(from);
+}
+
+template <typename T>
+INLINE void shared_load_left(LOCAL Left<T>& a, const THREADGROUP T* from, uint pitch, uint lane) {
+  constexpr int PAIR = sizeof(a.x) / sizeof(a.x[0]) / 4;
   UNROLL
-  for (int lower = 0; lower < 2; ++lower) {
-    const float2 x = shared_load2(from + (mma_row(lane) + 8 * lower) * pitch + mma_column(lane));
-    a[2 * lower] = x.x;
-    a[2 * lower + 1] = x.y;
+  for (int i = 0; i < 4; ++i) {
+    take2(a.x + PAIR * i, from + (lane / 4 + i % 2 * 8) * pitch + i / 2 * 8 + lane % 4 * 2);
   }
 }
 
-INLINE void shared_load_b(LOCAL float* b, const THREADGROUP float* from, uint pitch, uint lane) {
-  const uint row = lane % 4 * 4;
-  b[0] = from[row * pitch + lane / 4];
-  b[1] = from[(row + 1) * pitch + lane / 4];
+template <typename T>
+INLINE void shared_load_right(LOCAL Right<T>& b, const THREADGROUP T* from, uint pitch,
+                              uint lane) {
+  constexpr int PAIR = sizeof(b.x) / sizeof(b.x[0]) / 2;
+  UNROLL
+  for (int i = 0; i < 2; ++i) take2(b.x + PAIR * i, from + lane / 4 * pitch + i * 8 + lane % 4 * 2);
 }
 
-INLINE void shared_load_b_transposed(LOCAL float* b, const THREADGROUP float* from, uint pitch,
-                                     uint lane) {
-  const float2 x = shared_load2(from + lane / 4 * pitch + lane % 4 * 2);
-  b[0] = x.x;
-  b[1] = x.y;
+INLINE void left_of(LOCAL Left<float>& a, const LOCAL float* x, const LOCAL float* y) {
+  UNROLL
+  for (int i = 0; i < 4; ++i) {
+    a.x[i] = x[i];
+    a.x[4 + i] = y[i];
+  }
+}
+INLINE void left_of(LOCAL Left<__nv_bfloat16>& a, const LOCAL float* x, const LOCAL float* y) {
+  a.x[0] = bfloat16_pair(x[0], x[1]);
+  a.x[1] = bfloat16_pair(x[2], x[3]);
+  a.x[2] = bfloat16_pair(y[0], y[1]);
+  a.x[3] = bfloat16_pair(y[2], y[3]);
 }
 
 INLINE uint mma_at(uint row, uint column, uint columns) {
@@ -83,4 +130,18 @@ INLINE uint mma_at(uint row, uint column, uint columns) {
          row % 16 / 8 * 4 + column % 4;
 }
 
-INLINE uint mma_own(uint lane) { return (mma_row(lane) * 4 + mma_column(lane) / 2) * 8; }
+INLINE void load_rights(LOCAL Right<float>* b, const float* block, uint lane) {
+  UNROLL
+  for (int i = 0; i < 2; ++i) load<4>(b[i].x, block + 8 * lane + 4 * i);
+}
+INLINE void load_rights(LOCAL Right<__nv_bfloat16>* b, const __nv_bfloat16* block, uint lane) {
+  const uint4 words = *reinterpret_cast<const uint4*>(block + 8 * lane);
+  b[0].x[0] = words.x;
+  b[0].x[1] = words.y;
+  b[1].x[0] = words.z;
+  b[1].x[1] = words.w;
+}
+
+// The row of a block in which row i is kept, if sums in that order become a left factor: the first
+// and the last two of every four rows lie in different halves.
+INLINE uint mma_swap(uint i) { return i / 16 * 16 + i % 4 / 2 * 8 + i % 16 / 4 * 2 + i % 2; }

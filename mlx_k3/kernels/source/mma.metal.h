@@ -1,34 +1,41 @@
 // Products of small matrices by a simd group; mma.cuda.h defines the same names.
 //
-// c [16, 8] += a [16, 8] b [8, 8]. A lane has four values of a and of c, in rows mma_row and
-// mma_row + 8, columns mma_column and mma_column + 1 of each, row by row; and two values of b,
-// which shared_load_b and shared_load_b_transposed know how to find.
+// c [16, 8] += a [16, 16] b [16, 8], c in float32. A lane has four values of c, in rows mma_row and
+// mma_row + 8, columns mma_column and mma_column + 1 of each, row by row; and what it needs of a
+// and b in a Left and a Right of T, float or bfloat16, which the loaders below fill. Products of
+// bfloat16 are exact, those of float as precise as float32's; on CUDA a left_of bfloat16 is rounded
+// to it, here it stays as it is.
 
 INLINE uint mma_row(uint lane) { return lane / 16 * 4 + lane / 2 % 4; }
 INLINE uint mma_column(uint lane) { return lane / 8 % 2 * 4 + lane % 2 * 2; }
 
-// x as `mma` wants it in a and b: rounded, where it would be cut off.
-template <bool EXACT>
-INLINE float mma_ready(float x) {
-  return x;
-}
+template <typename T>
+struct Left {
+  float x[8];  // as c's of the first 8 columns, then of the others
+};
+template <typename T>
+struct Right {
+  float x[4];  // of the first 8 rows, then of the others
+};
 
-// EXACT: as precise as float32; else of TF32's precision on CUDA.
-template <bool EXACT>
-INLINE void mma(LOCAL float* c, const LOCAL float* a, const LOCAL float* b) {
-  simdgroup_float8x8 right;
-  right.thread_elements()[0] = b[0];
-  right.thread_elements()[1] = b[1];
+template <typename T>
+INLINE void multiply(LOCAL float* c, const LOCAL Left<T>& a, const LOCAL Right<T>& b) {
   UNROLL
-  for (int i = 0; i < 4; i += 2) {
-    simdgroup_float8x8 left, sum;
-    left.thread_elements()[0] = a[i];
-    left.thread_elements()[1] = a[i + 1];
-    sum.thread_elements()[0] = c[i];
-    sum.thread_elements()[1] = c[i + 1];
-    simdgroup_multiply_accumulate(sum, left, right, sum);
-    c[i] = sum.thread_elements()[0];
-    c[i + 1] = sum.thread_elements()[1];
+  for (int s = 0; s < 2; ++s) {
+    simdgroup_float8x8 right;
+    right.thread_elements()[0] = b.x[2 * s];
+    right.thread_elements()[1] = b.x[2 * s + 1];
+    UNROLL
+    for (int i = 0; i < 4; i += 2) {
+      simdgroup_float8x8 left, sum;
+      left.thread_elements()[0] = a.x[4 * s + i];
+      left.thread_elements()[1] = a.x[4 * s + i + 1];
+      sum.thread_elements()[0] = c[i];
+      sum.thread_elements()[1] = c[i + 1];
+      simdgroup_multiply_accumulate(sum, left, right, sum);
+      c[i] = sum.thread_elements()[0];
+      c[i + 1] = sum.thread_elements()[1];
+    }
   }
 }
 
@@ -43,44 +50,62 @@ INLINE void store2(device T* to, float x, float y) {
   *reinterpret_cast<device vec<T, 2>*>(to) = vec<T, 2>(float2(x, y));
 }
 
-INLINE float2 shared_load2(const threadgroup float* from) {
-  return *reinterpret_cast<const threadgroup float2*>(from);
+template <typename T>
+INLINE void shared_store2(threadgroup T* to, float x, float y) {
+  *reinterpret_cast<threadgroup vec<T, 2>*>(to) = vec<T, 2>(float2(x, y));
 }
 
-INLINE void shared_store2(threadgroup float* to, float x, float y) {
-  *reinterpret_cast<threadgroup float2*>(to) = float2(x, y);
-}
-
-INLINE void shared_load_a(LOCAL float* a, const THREADGROUP float* from, uint pitch, uint lane) {
+// a [16, 16], rows PITCH apart.
+template <typename T>
+INLINE void shared_load_left(LOCAL Left<T>& a, const THREADGROUP T* from, uint pitch, uint lane) {
   UNROLL
-  for (int lower = 0; lower < 2; ++lower) {
-    const float2 x = shared_load2(from + (mma_row(lane) + 8 * lower) * pitch + mma_column(lane));
-    a[2 * lower] = x.x;
-    a[2 * lower + 1] = x.y;
+  for (int i = 0; i < 4; ++i) {
+    const THREADGROUP T* at =
+        from + (mma_row(lane) + i % 2 * 8) * pitch + i / 2 * 8 + mma_column(lane);
+    a.x[2 * i] = to_float(at[0]);
+    a.x[2 * i + 1] = to_float(at[1]);
   }
 }
 
-// Row r of b is row r / 2 * 4 + r % 2 in memory, to go with mma_at.
-INLINE void shared_load_b(LOCAL float* b, const THREADGROUP float* from, uint pitch, uint lane) {
-  const uint row = mma_row(lane);
-  const float2 x = shared_load2(from + (row / 2 * 4 + row % 2) * pitch + mma_column(lane));
-  b[0] = x.x;
-  b[1] = x.y;
+// b [16, 8], of which columns lie in memory as rows, PITCH apart.
+template <typename T>
+INLINE void shared_load_right(LOCAL Right<T>& b, const THREADGROUP T* from, uint pitch,
+                              uint lane) {
+  UNROLL
+  for (int i = 0; i < 4; ++i) {
+    b.x[i] = to_float(from[(mma_column(lane) + i % 2) * pitch + i / 2 * 8 + mma_row(lane)]);
+  }
 }
 
-// Row r of b is column r in memory.
-INLINE void shared_load_b_transposed(LOCAL float* b, const THREADGROUP float* from, uint pitch,
-                                     uint lane) {
-  b[0] = from[mma_column(lane) * pitch + mma_row(lane)];
-  b[1] = from[(mma_column(lane) + 1) * pitch + mma_row(lane)];
+// A sum's values as a left factor: x and y as of two c, side by side. Which column is which term
+// then follows mma_swap, for load_rights.
+template <typename T>
+INLINE void left_of(LOCAL Left<T>& a, const LOCAL float* x, const LOCAL float* y) {
+  UNROLL
+  for (int i = 0; i < 4; ++i) {
+    a.x[i] = x[i];
+    a.x[4 + i] = y[i];
+  }
 }
 
-// Where an element lies in a matrix whose lanes find what they multiply from the left in one place:
-// 16 x 16 after 16 x 16, and of those eight values a lane, from mma_own on: four columns of its two
-// rows. The first two of the columns are for one product, the others for the next.
+// Where an element lies in a matrix whose 16 x 16 blocks follow each other, such that load_rights
+// finds all of a lane's in one place.
 INLINE uint mma_at(uint row, uint column, uint columns) {
   return (row / 16 * (columns / 16) + column / 16) * 256 + (row % 8 * 4 + column % 16 / 4) * 8 +
          row % 16 / 8 * 4 + column % 4;
 }
 
-INLINE uint mma_own(uint lane) { return (mma_row(lane) * 4 + mma_column(lane) / 2) * 8; }
+// Two right factors from such a block, whose rows are their columns: the first and the last 8.
+template <typename T>
+INLINE void load_rights(LOCAL Right<T>* b, CONST_DEVICE T* block, uint lane) {
+  const uint row = mma_row(lane), column = mma_column(lane);
+  UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const uint at = ((column + i % 2) * 4 + row / 2) * 8 + i / 4 * 4 + i % 4 / 2 * 2 + row % 2;
+    b[i / 4].x[i % 4] = to_float(block[at]);
+  }
+}
+
+// The row of a block in which row i is kept, if sums in that order become a left factor: the first
+// and the last two of every four rows lie in different halves.
+INLINE uint mma_swap(uint i) { return i / 16 * 16 + i % 4 / 2 * 8 + i % 16 / 4 * 2 + i % 2; }

@@ -80,6 +80,7 @@ INLINE float tanh_(float x) { return tanhf(x); }
 INLINE float sqrt_(float x) { return sqrtf(x); }
 INLINE float rsqrt_(float x) { return rsqrtf(x); }
 INLINE float fast_exp_(float x) { return __expf(x); }
+INLINE float fast_divide_(float x, float y) { return __fdividef(x, y); }
 
 INLINE float bits_to_float(uint bits) { return __uint_as_float(bits); }
 INLINE uint float_to_bits(float x) { return __float_as_uint(x); }

@@ -27,6 +27,7 @@ INLINE float sqrt_(float x) { return metal::precise::sqrt(x); }
 INLINE float rsqrt_(float x) { return metal::precise::rsqrt(x); }
 // A few units in the last place worse, and quicker.
 INLINE float fast_exp_(float x) { return metal::fast::exp(x); }
+INLINE float fast_divide_(float x, float y) { return metal::fast::divide(x, y); }
 
 INLINE float bits_to_float(uint bits) { return as_type<float>(bits); }
 INLINE uint float_to_bits(float x) { return as_type<uint>(x); }

@@ -61,6 +61,7 @@ FLOAT_FUNCTIONS
 }
 namespace fast {
 FLOAT_FUNCTIONS
+float divide(float, float);
 }
 
 float abs(float);

@@ -105,6 +105,7 @@ FLOAT_FUNCTIONS
 }
 namespace fast {
 FLOAT_FUNCTIONS
+inline float divide(float x, float y) { return x / y; }
 }
 
 inline float abs(float x) { return __builtin_fabsf(x); }
