@@ -139,18 +139,25 @@ def _insertion(items: Sequence[int | str], descending: bool) -> str:
 
 
 def _make_sort(rng: random.Random) -> Example:
-    count = rng.randrange(3, 9)
+    return _sort("sort", rng, rng.randrange(3, 7))
+
+
+def _make_sort_long(rng: random.Random) -> Example:
+    return _sort("sort_long", rng, rng.randrange(7, 9))
+
+
+def _sort(family: str, rng: random.Random, count: int) -> Example:
     descending = False
     items: list[int] | list[str]
     if rng.random() < 0.35:
-        items, templates = _words_apart(rng, min(count, 7)), _SORT_WORDS
+        items, templates = _words_apart(rng, count), _SORT_WORDS
     else:
         items, descending = _numbers(rng, count), rng.random() < 0.4
         templates = _SORT_DOWN if descending else _SORT_UP
     text = rng.choice(templates).format(_shown(rng, items))
     answer = _joined(sorted(items, reverse=descending))
     key = f"sort {_joined(items)}"
-    return question("sort", text, _insertion(items, descending), answer, key)
+    return question(family, text, _insertion(items, descending), answer, key)
 
 
 def _words_apart(rng: random.Random, count: int) -> list[str]:
@@ -201,7 +208,8 @@ def _make_extreme(rng: random.Random) -> Example:
 FAMILIES = (
     Family("copy", 8, _make_copy, same_text),
     Family("reverse", 2.5, _make_reverse, same_text),
-    Family("sort", 9, _make_sort, same_text),
+    Family("sort", 6, _make_sort, same_text),
+    Family("sort_long", 3, _make_sort_long, same_text),
     Family("count", 2.5, _make_count, same_text),
     Family("letters", 3.5, _make_letters, same_text),
     Family("extreme", 2.5, _make_extreme, same_text),

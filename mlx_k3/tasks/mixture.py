@@ -96,10 +96,11 @@ def _joined(rng: random.Random, first: Example, pictures: float) -> Example:
     parts = [first]
     wanted = rng.randrange(2, 5)
     while len(parts) < wanted:
-        drawn = example(_family(rng, pictures), rng, "train")
+        # Pictures of two parts could differ in size: one part at most has any.
+        share = 0.0 if any(part.family in PICTURE_FAMILIES for part in parts) else pictures
+        drawn = example(_family(rng, share), rng, "train")
         # Facts of two parts could contradict each other, and a refusal the facts before it.
-        # Pictures of two parts could differ in size.
-        if _joins(drawn) and not any(both(drawn) and any(map(both, parts)) for both in _ONCE):
+        if _joins(drawn) and not (_tells(drawn) and any(map(_tells, parts))):
             parts.append(drawn)
     messages = [message for part in parts for message in part.messages]
     key = "\n".join(part.key for part in parts)
@@ -108,13 +109,6 @@ def _joined(rng: random.Random, first: Example, pictures: float) -> Example:
 
 def _tells(drawn: Example) -> bool:
     return drawn.family.startswith("recall") or drawn.family == "unknown"
-
-
-def _shows(drawn: Example) -> bool:
-    return drawn.family in PICTURE_FAMILIES
-
-
-_ONCE = (_tells, _shows)
 
 
 def _surrounded(rng: random.Random, drawn: Example) -> Example:

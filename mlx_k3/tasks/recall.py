@@ -32,25 +32,23 @@ def _sections(rng: random.Random, others: list[Fact], words: int, parts: int) ->
     sections = [passage(rng, words // parts) for _ in range(parts)]
     for other in others:
         place = rng.randrange(parts)
-        sentences = sections[place].split(". ")
-        sentences.insert(rng.randrange(len(sentences)), other.statement.rstrip("."))
-        sections[place] = ". ".join(part for part in sentences if part)
+        sentences = [part for part in sections[place].rstrip(".").split(". ") if part]
+        sentences.insert(rng.randrange(len(sentences) + 1), other.statement.rstrip("."))
+        sections[place] = ". ".join(sentences) + "."
     return sections
 
 
-def _make(family: str, rng: random.Random, words: int, before: int, rivals: int) -> Example:
-    """A fact, ``words`` words, and the question; ``before`` words and ``rivals`` facts around."""
-    fact, *others = draw_facts(rng, 1 + rivals)
-    early = rng.randrange(len(others) + 1)
-    [opening] = _sections(rng, others[:early], before, 1)
-    told = fact.statement
-    if rng.random() < 0.2:  # An older value comes first; the later one holds.
-        opening = f"{fact.changed(rng).statement} {opening}".strip()
-        told = fact.update
+def told_and_asked(
+    rng: random.Random, told: str, asked: str, early: list[Fact], late: list[Fact], words: int
+) -> list[Message]:
+    """A person tells something, ``words`` words follow, and a question is asked.
+
+    ``early`` facts stand before it and ``late`` ones among the words, which they count to.
+    """
+    before = 0 if rng.random() < 0.5 else rng.randrange(60)
+    [opening] = _sections(rng, early, before, 1)
     told = f"{opening} {told}".strip()
-    late = others[early:]
-    asked = rng.choice(_ASK) + polite(rng, fact.question(rng))
-    # What the other facts add to the distance is taken off the filler.
+    asked = rng.choice(_ASK) + asked
     words -= sum(other.statement.count(" ") + 1 for other in late)
     parts = rng.choice((1, 1, 1, 2, 3)) if words > 12 else 1
     sections = _sections(rng, late, max(words, 0), parts)
@@ -58,35 +56,43 @@ def _make(family: str, rng: random.Random, words: int, before: int, rivals: int)
     if dice < 0.4:  # One long message.
         gap = "\n" if rng.random() < 0.5 else " "
         text = gap.join(part for part in (told, *sections, asked) if part)
-        messages = [user(rng.choice(_READ) + text)]
-    elif dice < 0.6:  # By the system.
-        messages = [{"role": SYSTEM, "content": rng.choice(_NOTES) + told}]
-        messages.append(user("\n".join(part for part in (*sections, asked) if part)))
-    else:  # In former turns.
-        messages = [user(rng.choice(_READ) + told), noted()]
-        for section in filter(None, sections):
-            messages += [user(section), noted()]
-        messages.append(user(asked))
+        return [user(rng.choice(_READ) + text)]
+    if dice < 0.6:  # By the system.
+        notes = {"role": SYSTEM, "content": (rng.choice(_NOTES) + told).strip()}
+        return [notes, user("\n".join(part for part in (*sections, asked) if part))]
+    messages = [user(rng.choice(_READ) + told), noted()] if told else []  # In former turns.
+    for section in filter(None, sections):
+        messages += [user(section), noted()]
+    return [*messages, user(asked)]
+
+
+def _make(family: str, rng: random.Random, words: int, rivals: int) -> Example:
+    """A fact among ``rivals`` others, ``words`` words, and the question."""
+    fact, *others = draw_facts(rng, 1 + rivals)
+    place = rng.randrange(len(others) + 1)
+    told = fact.statement
+    if rng.random() < 0.2:  # An older value comes first; the later one holds.
+        told = f"{fact.changed(rng).statement} {fact.update}"
+    asked = polite(rng, fact.question(rng))
+    messages = told_and_asked(rng, told, asked, others[:place], others[place:], words)
     return Example(family, [*messages, recalled(fact)], key=fact.key)
 
 
 def _make_500(rng: random.Random) -> Example:
-    words = rng.randrange(350, 376)
-    return _make("recall", rng, words, rng.randrange(60), rng.randrange(1, 7))
+    return _make("recall", rng, rng.randrange(350, 376), rng.randrange(1, 7))
 
 
 def _make_short(rng: random.Random) -> Example:
-    return _make("recall_short", rng, rng.randrange(60), rng.randrange(30), rng.randrange(5))
+    words = 0 if rng.random() < 0.4 else rng.randrange(60)
+    return _make("recall_short", rng, words, rng.randrange(5))
 
 
 def _make_medium(rng: random.Random) -> Example:
-    words = rng.randrange(60, 350)
-    return _make("recall_medium", rng, words, rng.randrange(60), rng.randrange(1, 7))
+    return _make("recall_medium", rng, rng.randrange(60, 350), rng.randrange(1, 7))
 
 
 def _make_long(rng: random.Random) -> Example:
-    words = rng.randrange(380, 1050)
-    return _make("recall_long", rng, words, rng.randrange(100), rng.randrange(1, 9))
+    return _make("recall_long", rng, rng.randrange(380, 1050), rng.randrange(1, 9))
 
 
 FAMILIES = (

@@ -7,10 +7,9 @@ import random
 
 from . import about
 from .about_fact import HOW, WHAT
-from .example import Example, Family, assistant, question, same_text, user
+from .example import Example, Family, assistant, question, same_text
 from .facts import draw_facts
-from .filler import passage
-from .recall import noted
+from .recall import told_and_asked
 from .wording import CITIES, NAMES, polite, words
 
 _COUNTRIES = words(
@@ -176,15 +175,12 @@ def _make_unknowable(rng: random.Random) -> Example:
 
 
 def _make_not_told(rng: random.Random) -> Example:
-    """Facts are given, and another one is asked for."""
-    missing, *told = draw_facts(rng, rng.randrange(2, 5))
-    text = " ".join(fact.statement for fact in told)
-    filler = passage(rng, rng.randrange(30))
+    """Facts are given as where one is recalled, and another one is asked for."""
+    missing, *told = draw_facts(rng, rng.randrange(2, 6))
+    place = rng.randrange(len(told) + 1)
     asked = polite(rng, missing.question(rng))
-    text = f"{text} {filler}".strip()
-    messages = (
-        [user(f"{text} {asked}")] if rng.random() < 0.5 else [user(text), noted(), user(asked)]
-    )
+    words = 0 if rng.random() < 0.4 else rng.randrange(100)
+    messages = told_and_asked(rng, "", asked, told[:place], told[place:], words)
     answer = assistant("I was not told this.", "You have not told me that.")
     return Example("unknown", [*messages, answer], key=f"not told {missing.identity}")
 
