@@ -6,7 +6,7 @@
 // A simd group works for 16 values of one head, goes through all chunks and needs no other: its
 // state [V, K] stays in registers. What a product gives is the next one's left factor as it lies
 // there, and the right factors, which all simd groups of a head share, come from device memory in
-// the order in which they are used.
+// the order in which they are used. Those of the next chunk are asked for into the caches.
 //
 // beta [B, T, HEADS], of which only the shape is read; q_start, k_end, w_k, w_v, qk and decay as
 // kda_prefill_chunks.h writes them; state_in [B, HEADS, D, D], values by keys; o [B, T, HEADS, D]
@@ -43,6 +43,19 @@ KERNEL {
     CONST_DEVICE W* keys = w_k + chunk * (C * D);
     CONST_DEVICE W* ends = k_end + chunk * (C * D);
     CONST_DEVICE W* pairs = qk + chunk * (C * C);
+    if (n + 1 < chunks) {
+      constexpr uint LINE = 128 / sizeof(W);
+      UNROLL
+      for (uint line = 0; line < C * D / LINE; line += GROUP_SIZE) {
+        const uint i = (line + THREAD) * LINE;
+        if (i >= C * D) continue;
+        PREFETCH(queries + (C * D + i));
+        PREFETCH(keys + (C * D + i));
+        PREFETCH(ends + (C * D + i));
+        PREFETCH(w_v + ((chunk + 1) * (C * D) + i));
+        if (i < C * C) PREFETCH(pairs + (C * C + i));
+      }
+    }
     float seen[4][4], output[4][4], values[16];
     UNROLL
     for (int i = 0; i < 16; ++i) seen[i / 4][i % 4] = output[i / 4][i % 4] = 0.0f;
@@ -75,12 +88,12 @@ KERNEL {
       multiply(output[b == 0 ? 0 : 2], update[b / 2], x[0]);
       multiply(output[b == 0 ? 1 : 3], update[b / 2], x[1]);
     }
+    const uint token = n * C + 2 * column;  // the lane's first
+    DEVICE float* to = o + ((size_t(row) * tokens + token) * HEADS + head) * D + slice + line;
     UNROLL
     for (int i = 0; i < 16; ++i) {
-      const uint token = n * C + i / 8 * 16 + 2 * column + i / 4 % 2 * 2 + i % 2;
-      const uint value = slice + line + i % 4 / 2 * 8;
-      if (token >= tokens) continue;
-      o[((size_t(row) * tokens + token) * HEADS + head) * D + value] = output[i / 4][i % 4];
+      const uint later = i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
+      if (token + later < tokens) to[later * (HEADS * D) + i % 4 / 2 * 8] = output[i / 4][i % 4];
     }
     UNROLL
     for (int m = 0; m < BLOCKS; ++m) {

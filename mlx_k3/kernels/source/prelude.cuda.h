@@ -15,6 +15,9 @@
 #define BARRIER_DEVICE() __syncthreads()
 #define SIMD_BARRIER() __syncwarp()
 
+// Soon somebody will read what `pointer` points to.
+#define PREFETCH(pointer) asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer))
+
 #define INF __int_as_float(0x7f800000)
 
 typedef unsigned char uchar;

@@ -15,6 +15,9 @@
 // Orders SHARED memory within a simd group.
 #define SIMD_BARRIER() simdgroup_barrier(mem_flags::mem_threadgroup)
 
+// Asks the caches for what `pointer` points to, where there is a way; 128 bytes or less.
+#define PREFETCH(pointer) ((void)(pointer))
+
 // simd_sum, simd_max, simd_min, simd_shuffle, simd_shuffle_xor, simd_shuffle_down,
 // simd_shuffle_up, fma, min and max are Metal's own.
 
