@@ -38,6 +38,14 @@ def start(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def seeing_start(start: Path, golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a vision tower."""
+    from .support.training import write_seeing_start
+
+    return write_seeing_start(tmp_path_factory.mktemp("seeing"), start, golden / "tiny-multimodal")
+
+
+@pytest.fixture(scope="session")
 def vocabulary(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of ``start``'s tokenizer, converted."""
     from mlx_k3.convert.tokenizer import write_tokenizer

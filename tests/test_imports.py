@@ -37,8 +37,8 @@ ALLOWED = {
     "nano": {"convert"},
     "tasks": set(),
     "evaluation": {"tasks", "chat", "models", "config"},
-    "training": {"loader", "models", "kernels", "config", "chat", "checkpoint", "tasks"}
-    | {"convert.tokenizer"},
+    "training": {"loader", "models", "kernels", "config", "chat", "checkpoint", "tasks", "media"}
+    | {"convert.tokenizer", "convert.stream"},
     "server": {"loader", "chat", "media", "config"},
     "cli": {"server", "chat", "convert", "evaluation", "training", "loader", "media"}
     | {"bench", "blas", "checkpoint", "config", "experts", "kernels", "nano", "tasks.talk"},

@@ -170,7 +170,7 @@ STARTS = {
     "experts of no groups": (text_config(moe_intermediate_size=48), "experts of width 48"),
     "latents of no groups": (text_config(routed_expert_hidden_size=80), "experts of width 80"),
     "a layer twice": (text_config(num_hidden_layers=6), "must name every layer from 1 to 6"),
-    "pictures": (vision, "has a vision_config; only text is trained"),
+    "pictures": (vision, "has a vision_config; then `pictures` must be above 0, and is 0.0"),
 }
 
 

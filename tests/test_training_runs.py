@@ -148,7 +148,7 @@ def test_the_last_phase_computes_in_mxfp4(
     seen = []
 
     def make_step(*arguments: Any, quantized: bool) -> Callable:
-        def step(state: Any, ids: mx.array, weights: mx.array) -> Any:
+        def step(state: Any, ids: mx.array, weights: mx.array, pictures: None) -> Any:
             assert ids.shape in ((2, 129), (1, 257))
             assert weights.shape == (ids.shape[0], ids.shape[1] - 1)
             seen.append(bool(quantized))

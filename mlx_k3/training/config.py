@@ -4,7 +4,8 @@ import math
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from ..errors import K3Error
 
@@ -16,6 +17,7 @@ CHOICES = {
 _COUNTS = ("steps", "tokens_per_batch", "conversations_per_chunk", "workers")
 _COUNTS += ("log_every", "evaluate_every", "checkpoint_every")
 _SHARES = ("warmup", "decay", "balance_rate", "quantize_from", "learning_rate", "weight_decay")
+_SHARES += ("pictures", "tower_learning_rate")
 RANGES = {
     **dict.fromkeys(_COUNTS, (1, math.inf)),
     **dict.fromkeys(_SHARES, (0, 1)),
@@ -59,6 +61,12 @@ class TrainConfig:
     checkpoint_every: int = 500
     workers: int = 1
     """Processes that make conversations."""
+    initialize_from: Path | None = None
+    """Folder in release format whose weights the run begins with; else they are random."""
+    pictures: float = 0.0
+    """Share of the examples that are about pictures, for a model with a ``vision_config``."""
+    tower_learning_rate: float | None = None
+    """Of the vision tower and its projector; else ``learning_rate``."""
 
     @classmethod
     def from_file(cls, path: Path) -> "TrainConfig":
@@ -94,14 +102,17 @@ class TrainConfig:
                     f"{path}: {key} is {getattr(self, key)!r}; it can be {', '.join(allowed)}"
                 )
         for key, (least, most) in RANGES.items():
-            if not least <= getattr(self, key) <= most:
+            value = getattr(self, key)
+            if value is not None and not least <= value <= most:
                 allowed = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-                raise K3Error(f"{path}: {key} is {getattr(self, key)}; it must be {allowed}")
+                raise K3Error(f"{path}: {key} is {value}; it must be {allowed}")
         if not self.lengths or any(n < 2 for n in self.lengths):
             raise K3Error(f"{path}: lengths must name at least one length of 2 or more tokens")
 
 
 def _convert(path: Path, key: str, kind: Any, value: Any) -> Any:
+    if isinstance(kind, UnionType):  # Or None, where the key is missing.
+        kind = get_args(kind)[0]
     if kind is Path and isinstance(value, str):
         return path.parent / value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -22,9 +22,10 @@ from ..checkpoint.names import (
     expert_tensors,
     layer_tensors,
     stem_tensors,
+    vision_tensors,
 )
 from ..checkpoint.writer import Layout, by_alignment, write_file
-from ..config import K3Config
+from ..config import VISION_PARTS, K3Config
 from ..models.kimi import Model
 from .precision import stored_dtype
 from .qat import mxfp4_pack
@@ -45,7 +46,8 @@ _QUANTIZATION = {
 def export(
     model: Model, raw_config: dict[str, Any], folder: Path, experts: ExpertForm = "mxfp4"
 ) -> None:
-    """Write ``model`` to the new ``folder``: a shard a layer, the stem, the index, config.json.
+    """Write ``model`` to the new ``folder``: a shard a layer, the stem, projector and tower if it
+    sees, the index, config.json.
 
     ``raw_config`` is the content of the model's ``config.json``; the new one says how the experts
     are stored. ``experts="bf16"`` leaves them unpacked, to see what packing costs. The folder
@@ -61,6 +63,9 @@ def export(
         for layer in range(config.num_hidden_layers)
     ]
     shards.append(list(stem_tensors(config)))
+    sight = list(vision_tensors(config))
+    for part in VISION_PARTS[::-1] if sight else ():  # The projector first, as in the release.
+        shards.append([tensor for tensor in sight if tensor.name.startswith(part)])
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -104,7 +109,8 @@ def package_arrays(
     """This package's parameters under the names of an MLX folder, in the dtypes of the release."""
     arrays = {}
     for name, parameter in parameters.items():
-        name = config.weight_prefix + name
+        own = name.removeprefix("vision.")
+        name = own if own != name else config.weight_prefix + name
         if ".switch_mlp." in name and experts == "mxfp4":
             packed, scales = mxfp4_pack(parameter)
             arrays[name] = packed

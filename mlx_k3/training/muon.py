@@ -28,8 +28,14 @@ BETAS = [0.9, 0.95]  # AdamW's
 
 _ATTENTION = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(\w+)\.weight")
 _BY_ROWS = {"qkv_proj": 3, "q_proj": 1, "q_b_proj": 1, "f_b_proj": 1, "g_proj": 1, "g_b_proj": 1}
+# Of the vision tower: into how many blocks a head falls down the rows, and along them.
+_TOWER_ATTENTION = re.compile(r"(?:.*\.)?encoder\.blocks\.\d+\.(wqkv|wo)\.weight")
+_TOWER_BLOCKS = {"wqkv": (3, 0), "wo": (0, 1)}
 # Matrices that AdamW trains: embeddings, and gates that choose or scale.
-_ADAMW_MATRIX = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head|mlp\.gate|self_attn\.b_proj)\.weight")
+_ADAMW_MATRIX = re.compile(
+    r"(?:.*\.)?(?:embed_tokens|lm_head|mlp\.gate|self_attn\.b_proj"
+    r"|patch_embed\.proj|patch_embed\.pos_emb)\.weight"
+)
 
 LearningRate = float | Callable[[mx.array], mx.array]
 
@@ -160,6 +166,10 @@ class PerHeadMuon(Muon):
 
     def _heads(self, path: str) -> tuple[int, int]:
         """Into how many blocks the matrix at ``path`` falls, down its rows and along them."""
+        if match := _TOWER_ATTENTION.fullmatch(path):
+            heads = self.config.vision_config["vt_num_attention_heads"]
+            down, along = _TOWER_BLOCKS[match[1]]
+            return max(down * heads, 1), max(along * heads, 1)
         match = _ATTENTION.fullmatch(path)
         if match is None:
             return 1, 1

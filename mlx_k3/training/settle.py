@@ -9,6 +9,7 @@ import mlx.core as mx
 from ..models.kimi import Model
 from .balancing import quantile_bias
 from .data import Batch
+from .sight import logits
 
 ROUNDS = 3  # A layer's scores depend on the choices of those before it.
 
@@ -24,9 +25,9 @@ def settle(model: Model, batches: list[Batch]) -> list[mx.array]:
     for _ in range(ROUNDS):
         seen: list[list[mx.array]] = [[] for _ in mlps]
         for batch in batches:
-            hidden = model(mx.array(batch.ids[:, :-1]))
+            said = logits(model, mx.array(batch.ids[:, :-1]), batch.pictures)
             scores = [mlp.gate.scores(config) for mlp in mlps]
-            mx.eval(hidden, scores)
+            mx.eval(said, scores)
             for of_layer, new in zip(seen, scores, strict=True):
                 of_layer.append(new)
         for mlp, of_layer in zip(mlps, seen, strict=True):

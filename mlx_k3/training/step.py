@@ -15,8 +15,11 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from ..models.kimi import Model
 from .balancing import expert_load, max_over_mean
 from .config import TrainConfig
+from .pictures import Pictures
 from .precision import as_stored
 from .router import rebalance
+from .sight import logits
+from .two_optimizers import TOWER
 
 _BIAS = "e_score_correction_bias"
 
@@ -41,7 +44,8 @@ class Metrics(NamedTuple):
     """Share of token-expert pairs that found no place, in the worst layer."""
 
 
-Step = Callable[[State, mx.array, mx.array], tuple[State, Metrics]]
+Step = Callable[..., tuple[State, Metrics]]
+"""Of a state, ids, weights and maybe pictures."""
 
 
 def initial_state(model: Model, optimizer: Any) -> State:
@@ -69,23 +73,27 @@ def make_step(model: Model, optimizer: Any, config: TrainConfig, *, quantized: b
     """The step for this phase of the training.
 
     ``ids`` are ``[B, T + 1]``; ``weights [B, T]`` say how much the prediction of each next id
-    counts.
+    counts; ``pictures`` are those of the batch.
     """
     banks = [model.layers[layer].mlp.switch_mlp for layer in model.config.moe_layers]
     gates = [model.layers[layer].mlp.gate for layer in model.config.moe_layers]
     top_k = model.config.num_experts_per_token
 
-    def loss_of(parameters, biases, ids, weights):
+    def loss_of(parameters, biases, ids, weights, pictures):
         for bank in banks:
             bank.quantized = quantized
         place(model, as_stored(parameters), biases)
-        loss = cross_entropy(model(ids[:, :-1]), ids[:, 1:], weights)
+        loss = cross_entropy(logits(model, ids[:, :-1], pictures), ids[:, 1:], weights)
         scores = [gate.scores(model.config) for gate in gates]
         return loss, scores, [bank._dropped for bank in banks]
 
-    def step(state: State, ids: mx.array, weights: mx.array) -> tuple[State, Metrics]:
-        grad = mx.value_and_grad(loss_of)
-        (loss, scores, dropped), gradients = grad(state.parameters, state.biases, ids, weights)
+    def step(
+        state: State, ids: mx.array, weights: mx.array, pictures: Pictures | None = None
+    ) -> tuple[State, Metrics]:
+        grad = mx.value_and_grad(lambda p: loss_of(p, state.biases, ids, weights, pictures))
+        (loss, scores, dropped), gradients = grad(state.parameters)
+        if pictures is None:
+            gradients.pop(TOWER, None)  # Zeros.
         # MLX's optimizers hand trees back in any order, and the norm is a sum over the tree.
         gradients = tree_unflatten(sorted(tree_flatten(gradients)))
         gradients, norm = clip_grad_norm(gradients, config.max_grad_norm)

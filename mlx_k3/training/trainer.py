@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ..convert.tokenizer import CONTROL_TOKENS, read_ranks, write_tokenizer
 from ..errors import K3Error, UnsupportedError
 from ..kernels import using
 from ..kernels.mxfp8 import GROUP
+from ..media.processor import FILE as PREPROCESSOR
 from . import checkpoints
 from .balancing import expert_load, max_over_mean
 from .config import TrainConfig
@@ -32,7 +33,10 @@ from .muon import make_optimizer
 from .precision import as_stored
 from .schedule import learning_rate
 from .settle import settle
+from .sight import logits
+from .start import start_from
 from .step import State, cross_entropy, initial_state, make_step, place
+from .two_optimizers import TwoOptimizers
 
 HELD_OUT_BATCHES = 8
 SETTLING_BATCHES = 16
@@ -44,17 +48,12 @@ class Trainer:
     def __init__(self, config: TrainConfig):
         self.config = config
         model_config = K3Config.from_file(config.model)
-        _check_model(model_config, config.model)
+        _check_model(model_config, config)
         self._raw_config = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
         self._run = _identity(config)
         self._rate = learning_rate(config)
         self.model = new_model(model_config, config.seed)
-        self._optimizer = make_optimizer(
-            model_config,
-            self._rate,
-            config.weight_decay,
-            config.optimizer,
-        )
+        self._optimizer = _optimizer(model_config, config)
 
     def run(self, report: Callable[[dict[str, Any]], None] = lambda record: None) -> Path:
         """Train to the end; returns the folder in release format.
@@ -62,8 +61,10 @@ class Trainer:
         ``report`` gets each line of the log: ``step``, ``loss``, ``tokens_per_second``, ...
         """
         config = self.config
-        state = initial_state(self.model, self._optimizer)
         saved = checkpoints.latest(config.out / "checkpoints", self._run)
+        if saved is None and config.initialize_from:
+            start_from(self.model, config.initialize_from, config.model)
+        state = initial_state(self.model, self._optimizer)
         if saved is None:
             saved = checkpoints.Saved(state, 0, Position(0, 0))
         try:
@@ -87,6 +88,8 @@ class Trainer:
         model, rows = self.config.model, self.model.config.vocab_size
         if not write_tokenizer(model, folder):
             raise K3Error(f"{model} has no tiktoken.model; a run needs a vocabulary")
+        if (model / PREPROCESSOR).is_file():
+            shutil.copyfile(model / PREPROCESSOR, folder / PREPROCESSOR)
         ids = len(read_ranks(model / "tiktoken.model")) + CONTROL_TOKENS
         if ids > rows:
             raise K3Error(
@@ -106,7 +109,8 @@ class Trainer:
         try:
             for position, batch in islice(batches, config.steps - saved.step):
                 ids, weights = mx.array(batch.ids), mx.array(batch.weights)
-                state, metrics = steps[saved.step >= first_quantized](saved.state, ids, weights)
+                take_step = steps[saved.step >= first_quantized]
+                state, metrics = take_step(saved.state, ids, weights, batch.pictures)
                 mx.async_eval(state, metrics)
                 # One step ahead of the device and no further: every step on its way needs memory.
                 mx.eval(before)
@@ -141,6 +145,7 @@ class Trainer:
             tokens_per_batch=config.tokens_per_batch,
             conversations_per_chunk=config.conversations_per_chunk,
             seed=seed,
+            pictures=config.pictures,
             **options,
         )
 
@@ -166,8 +171,8 @@ class Trainer:
         losses, loads = [], [mx.array(0.0)] * len(mlps)
         for batch in batches:
             ids = mx.array(batch.ids)
-            logits = self.model(ids[:, :-1])
-            losses.append(cross_entropy(logits, ids[:, 1:], mx.array(batch.weights)))
+            said = logits(self.model, ids[:, :-1], batch.pictures)
+            losses.append(cross_entropy(said, ids[:, 1:], mx.array(batch.weights)))
             for i, (mlp, bias) in enumerate(zip(mlps, state.biases, strict=True)):
                 loads[i] = loads[i] + expert_load(mlp.gate.scores(config), bias, top_k)
             mx.eval(losses, loads)
@@ -191,11 +196,25 @@ class Trainer:
         return out
 
 
-def _check_model(config: K3Config, folder: Path) -> None:
+def _optimizer(model: K3Config, config: TrainConfig) -> Any:
+    def with_rate(rate: Callable[[mx.array], mx.array]) -> Any:
+        return make_optimizer(model, rate, config.weight_decay, config.optimizer)
+
+    text = with_rate(learning_rate(config))
+    if not model.vision_config:
+        return text
+    peak = config.tower_learning_rate or config.learning_rate
+    return TwoOptimizers(text, with_rate(learning_rate(replace(config, learning_rate=peak))))
+
+
+def _check_model(config: K3Config, run: TrainConfig) -> None:
     """Refuse now what could not be written at the end."""
-    if config.vision_config:
+    folder = run.model
+    if bool(config.vision_config) != bool(run.pictures):
+        has, then = ("a", "above 0") if config.vision_config else ("no", "0")
         raise UnsupportedError(
-            f"{folder}/config.json has a vision_config; only text is trained: set it to null"
+            f"{folder}/config.json has {has} vision_config; then `pictures` must be {then}, "
+            f"and is {run.pictures}"
         )
     for name in ("expert_dim", "moe_intermediate_size"):
         if config.moe_layers and getattr(config, name) % GROUP:
@@ -211,5 +230,11 @@ def _identity(config: TrainConfig) -> str:
     for name in ("out", "workers", "log_every", "evaluate_every", "checkpoint_every"):
         told.pop(name)
     files = [*sorted(config.model.glob("*.json")), *config.model.glob("tiktoken.model")]
-    told["model"] = [(p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files]
+    told["model"] = _digests(files)
+    if config.initialize_from:
+        told["initialize_from"] = _digests(sorted(config.initialize_from.glob("*.safetensors")))
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+
+
+def _digests(files: Iterable[Path]) -> list[tuple[str, str]]:
+    return [(p.name, hashlib.sha256(p.read_bytes()).hexdigest()) for p in files]

@@ -1,6 +1,7 @@
 """A run small enough for a test: what it starts from, its configuration, and its conversations."""
 
 import json
+import shutil
 from itertools import islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from mlx_k3.tasks import training_examples
 from mlx_k3.training.vocabulary import texts, tokenizer_config, train_vocabulary
+
+from .releases import edit_json
 
 RANKS, CONTROL_TOKENS = 600, 256
 IDS = {"bos_token_id": RANKS, "eos_token_id": RANKS + 2, "pad_token_id": RANKS + 255}
@@ -62,6 +65,30 @@ def write_start(folder: Path, like: Path) -> Path:
     conversations = islice(training_examples(seed=1), 1500)
     (folder / "tiktoken.model").write_bytes(train_vocabulary(texts(conversations), RANKS))
     (folder / "tokenizer_config.json").write_text(tokenizer_config(RANKS, 4096))
+    return folder
+
+
+# A tower of two blocks. Pictures are made no larger than four by four of its vectors.
+TOWER = {
+    "init_pos_emb_height": 8,
+    "init_pos_emb_width": 8,
+    "qkv_hidden_size": 64,
+    "text_hidden_size": SIZES["hidden_size"],
+    "vt_hidden_size": 48,
+    "vt_intermediate_size": 96,
+    "vt_num_attention_heads": 2,
+    "vt_num_hidden_layers": 2,
+}
+PATCHES = {"in_patch_limit": 64, "patch_limit_on_one_side": 8}
+
+
+def write_seeing_start(folder: Path, start: Path, like: Path) -> Path:
+    """What a run of a model that sees starts from: ``start`` with a tower as in ``like``."""
+    shutil.copytree(start, folder, dirs_exist_ok=True)
+    theirs = json.loads((like / "config.json").read_text())["vision_config"]
+    edit_json(folder / "config.json", lambda c: c.update(vision_config=theirs | TOWER))
+    shutil.copy(like / "preprocessor_config.json", folder)
+    edit_json(folder / "preprocessor_config.json", lambda c: c["media_proc_cfg"].update(PATCHES))
     return folder
 
 
