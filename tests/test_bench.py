@@ -137,7 +137,7 @@ def test_a_kernel_that_is_no_number_is_wrong(tmp_path, few_cases, monkeypatch) -
 def test_a_kernel_that_does_not_compile_names_the_mend(monkeypatch) -> None:
     message = "[metal] Unable to build\nprogram_source:7:3: error: no such type\nmore"
     monkeypatch.setattr(mx, "eval", stopping_at_outputs(message))
-    monkeypatch.setattr(build, "_compiled", lambda *_: lambda **arguments: ["outputs"])
+    monkeypatch.setattr(build, "_mlx_kernel", lambda *_: lambda **arguments: ["outputs"])
     with using("metal"), pytest.raises(KernelError) as caught:
         situ(mx.ones((4,)), mx.ones((4,)), 4.0, 25.0)
     told = str(caught.value)

@@ -84,9 +84,13 @@ def test_more_experts_than_a_group_has_simd_groups() -> None:
     assert relative_error(got, want) <= 1e-5
 
 
-@pytest.mark.parametrize("scale, size", [(254, 2.0**-126), (253, 2.0**-125), (1, 2.0**118)])
+@pytest.mark.parametrize("scale, size", [(254, 2.0**-110), (253, 2.0**-109), (1, 2.0**118)])
 def test_scales_at_the_ends(scale: int, size: float) -> None:
-    """Such a scale in every other group; ``size`` is that of the inputs it meets."""
+    """Such a scale in every other group; ``size`` is that of the inputs it meets.
+
+    Inputs times codes stay normal numbers, of which a GPU may keep no smaller ones; what they sum
+    up to is large, and without a ``linear_beta`` seen as it is.
+    """
     z, indices, weights, gate, up, down = inputs(128, 64, 2, 3)
     there = np.arange(4) % 2 == 0
     large = z * mx.array(np.repeat(np.where(there, size, 1.0), 32).astype(np.float32))
@@ -96,7 +100,8 @@ def test_scales_at_the_ends(scale: int, size: float) -> None:
         # Values up to 1.5: those of the largest scale are finite then.
         return Packed(stack.weight & 0xBBBBBBBB, mx.array(scales))
 
-    got, want = both((large, indices, weights, with_scale(gate), with_scale(up), down))
+    arrays = (large, indices, weights, with_scale(gate), with_scale(up), down)
+    got, want = both(arrays, linear_beta=None)
     assert mx.isfinite(want).all()
     assert relative_error(got, want) <= 1e-5
 

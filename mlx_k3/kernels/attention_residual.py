@@ -118,8 +118,7 @@ def _step(eps: float):
 
 def _run(blocks, last, update, weight, norm, eps, *, step) -> list[mx.array]:
     *shape, M, D = blocks.shape
-    blocks = blocks.reshape(-1, M, D)
-    N = len(blocks)
+    N = blocks.size // (M * D)
     vectors = D // 4 if D % 4 == 0 else D
     most_threads = 1024 if N <= FEW_TOKENS else 256
     each = -(-vectors // most_threads)
@@ -129,10 +128,10 @@ def _run(blocks, last, update, weight, norm, eps, *, step) -> list[mx.array]:
         update.astype(blocks.dtype),
         weight,
         norm,
-        outputs=[((N, D), blocks.dtype), ((N, D) if step else (1,), blocks.dtype)],
+        outputs=[((*shape, D), blocks.dtype), ((*shape, D) if step else (1,), blocks.dtype)],
         groups=(N, 1, 1),
         threads=-(-vectors // (each * 32)) * 32,
         template={"T": blocks.dtype, "D": D, "STEP": step},
         constants={"EPS": eps},
     )
-    return [y.reshape(*shape, D), total.reshape(*shape, D) if step else total]
+    return [y, total]

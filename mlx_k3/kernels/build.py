@@ -71,7 +71,7 @@ class Text(NamedTuple):
     body: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # made for every call: frozen ones take thrice as long
 class Launch:
     """One run of a kernel."""
 
@@ -88,18 +88,6 @@ class Launch:
         inputs = tuple((x.dtype, x.ndim == 0, x.size < SMALL) for x in self.inputs)
         dtypes = tuple(dtype for _, dtype in self.outputs)
         return _text(self.kernel, dialect, self.threads, self.constants, (inputs, dtypes))
-
-    def arguments(self) -> dict:
-        """The arguments of the call that MLX's kernels take."""
-        x, y, z = self.groups
-        return {
-            "inputs": list(self.inputs),
-            "template": list(self.template),
-            "grid": (x * self.threads, y, z),
-            "threadgroup": (self.threads, 1, 1),
-            "output_shapes": [tuple(shape) for shape, _ in self.outputs],
-            "output_dtypes": [dtype for _, dtype in self.outputs],
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,46 +143,72 @@ class Kernel:
         """
         if len(inputs) != len(self.inputs) or len(outputs) != len(self.outputs) or threads % SIMD:
             raise ValueError(f"kernel {self.name}: wrong number of inputs, outputs or threads")
-        launch = Launch(
-            self,
-            inputs,
-            tuple(outputs),
-            groups,
-            threads,
-            tuple((template or {}).items()),
-            tuple((constants or {}).items()),
-        )
+        template = tuple(template.items()) if template else ()
+        constants = tuple(constants.items()) if constants else ()
+        launch = Launch(self, inputs, tuple(outputs), groups, threads, template, constants)
         return LAUNCHERS[backend()](launch)
 
 
 def _on_metal(launch: Launch) -> list[mx.array]:
-    return _run(mx.fast.metal_kernel, launch, launch.text("metal"))
+    # Scalars and small inputs are other parameters there.
+    forms = tuple([(x.ndim == 0, x.size < SMALL) for x in launch.inputs])
+    return _run("metal", launch, forms)
 
 
 def _on_cuda(launch: Launch) -> list[mx.array]:
-    return _run(mx.fast.cuda_kernel, launch, launch.text("cuda"))
+    return _run("cuda", launch, None)
 
 
 # How each backend runs a kernel. The reference has none: who asks for it does not get here.
 LAUNCHERS: dict[str, Callable[[Launch], list[mx.array]]] = {"metal": _on_metal, "cuda": _on_cuda}
 
-_tried: set[tuple] = set()  # texts and template arguments that ran once
+
+@dataclass(slots=True)
+class _Compiled:
+    """What launches have in common that differ in their arrays' values and sizes alone."""
+
+    call: Callable[..., list[mx.array]]  # MLX's
+    template: list[tuple[str, int | bool | mx.Dtype]]
+    output_dtypes: list[mx.Dtype]
+    tried: bool = False
 
 
-def _run(factory: Callable, launch: Launch, text: Text) -> list[mx.array]:
-    outputs = _compiled(factory, launch.kernel, text)(**launch.arguments())
-    key = text.name, launch.template
-    if key not in _tried and _can_evaluate(launch.inputs):
+_compiled: dict[tuple, _Compiled] = {}
+
+
+def _run(dialect: Literal["metal", "cuda"], launch: Launch, forms: tuple | None) -> list[mx.array]:
+    """Run ``launch``; ``forms`` is what the text depends on beside all that is known here."""
+    inputs, outputs, threads = launch.inputs, launch.outputs, launch.threads
+    dtypes = [dtype for _, dtype in outputs]
+    key = (
+        *(launch.kernel, dialect, threads, launch.template, launch.constants, forms),
+        *[x.dtype for x in inputs],
+        *dtypes,
+    )
+    compiled = _compiled.get(key)
+    if compiled is None:
+        call = _mlx_kernel(launch.kernel, dialect, launch.text(dialect))
+        compiled = _compiled[key] = _Compiled(call, list(launch.template), dtypes)
+    x, y, z = launch.groups
+    results = compiled.call(
+        inputs=[*inputs],
+        template=compiled.template,
+        grid=(x * threads, y, z),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=compiled.output_dtypes,
+    )
+    if not compiled.tried and _can_evaluate(inputs):
         # MLX compiles when it evaluates, wherever that is; here it is known which kernel fails.
         try:
-            mx.eval(outputs)
+            mx.eval(results)
         except RuntimeError as e:
             raise KernelError(
                 f"the GPU kernel {launch.kernel.name} does not run here ({_gist(str(e))}); mlx-k3 "
                 "doctor tries all kernels and has plain operations take the place of such"
             ) from e
-        _tried.add(key)
-    return outputs
+        compiled.tried = True
+    return results
 
 
 def _can_evaluate(inputs: Sequence[mx.array]) -> bool:
@@ -213,7 +227,8 @@ def _gist(message: str) -> str:
 
 
 @cache
-def _compiled(factory: Callable, kernel: Kernel, text: Text) -> Callable[..., list[mx.array]]:
+def _mlx_kernel(kernel: Kernel, dialect: str, text: Text) -> Callable[..., list[mx.array]]:
+    factory = mx.fast.metal_kernel if dialect == "metal" else mx.fast.cuda_kernel
     more = {"shared_memory": kernel.shared_bytes} if kernel.shared_bytes else {}
     return factory(
         name=text.name,

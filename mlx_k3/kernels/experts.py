@@ -156,15 +156,15 @@ def _by_kernels(
     mxfp8: bool,
 ) -> mx.array:
     k, D, H = indices.shape[-1], z.shape[-1], gate.weight.shape[1]
-    pairs = indices.reshape(-1).astype(mx.uint32)
+    indices, pairs = indices.astype(mx.uint32), indices.size
     shared = {"T": z.dtype, "H": _between(z.dtype), "OUTER": D, "INNER": H, "K": k, "MXFP8": mxfp8}
     (h,) = _GATE_UP(
-        z.reshape(-1, D),
-        pairs,
+        z,
+        indices,
         *gate,
         *up,
-        outputs=[((pairs.size, H), _between(z.dtype))],
-        groups=(pairs.size, -(-H // (GATE_UP.simd_rows * GATE_UP.simds)), 1),
+        outputs=[((pairs, H), _between(z.dtype))],
+        groups=(pairs, -(-H // (GATE_UP.simd_rows * GATE_UP.simds)), 1),
         threads=LANES * GATE_UP.simds,
         template=shared
         | {"ROWS": GATE_UP.rows, "SPAN": GATE_UP.span, "LINEAR": linear_beta is not None},
@@ -172,12 +172,12 @@ def _by_kernels(
     )
     (y,) = _DOWN(
         h,
-        pairs,
-        weights.reshape(-1).astype(mx.float32),
+        indices,
+        weights.astype(mx.float32),
         *down,
-        outputs=[((pairs.size // k, D), z.dtype)],
-        groups=(pairs.size // k, -(-D // DOWN.simd_rows), 1),
+        outputs=[(z.shape, z.dtype)],
+        groups=(pairs // k, -(-D // DOWN.simd_rows), 1),
         threads=LANES * min(k, DOWN.simds),
         template=shared | {"ROWS": DOWN.rows, "SPAN": DOWN.span},
     )
-    return y.reshape(z.shape)
+    return y

@@ -82,18 +82,17 @@ def _by_kernel(top_k: int, renormalize: bool, scale: float):
     @mx.custom_function
     def kernel(logits: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
         *shape, E = logits.shape
-        logits = logits.reshape(-1, E)
-        N = len(logits)
+        N = logits.size // E
         indices, weights = _KERNEL(
             logits,
             bias,
-            outputs=[((N, top_k), mx.uint32), ((N, top_k), mx.float32)],
+            outputs=[((*shape, top_k), mx.uint32), ((*shape, top_k), mx.float32)],
             groups=(-(-N * 32 // THREADS), 1, 1),
             threads=THREADS,
             template={"E": E, "TOP_K": top_k, "NORMALISE": renormalize},
             constants={"SCALE": scale},
         )
-        return indices.reshape(*shape, top_k), weights.reshape(*shape, top_k)
+        return indices, weights
 
     @kernel.vjp
     def kernel_vjp(primals, cotangents, outputs):

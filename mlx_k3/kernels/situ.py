@@ -63,15 +63,15 @@ def _situ(beta: float, linear_beta: float | None):
 def _by_kernel(beta: float, linear_beta: float | None):
     def kernel(gate: mx.array, up: mx.array) -> mx.array:
         (y,) = _KERNEL(
-            gate.reshape(-1),
-            up.reshape(-1),
-            outputs=[((up.size,), up.dtype)],
+            gate,
+            up,
+            outputs=[(up.shape, up.dtype)],
             groups=(-(-up.size // (THREADS * PER_THREAD)), 1, 1),
             threads=THREADS,
             template={"T": up.dtype, "PER": PER_THREAD, "LINEAR": linear_beta is not None},
             constants={"BETA": beta, "LINEAR_BETA": linear_beta or 1.0},
         )
-        return y.reshape(up.shape)
+        return y
 
     def reference(gate: mx.array, up: mx.array) -> mx.array:
         y = _situ(beta, linear_beta)(gate.astype(mx.float32), up.astype(mx.float32))

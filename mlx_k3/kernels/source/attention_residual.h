@@ -5,7 +5,7 @@
 // With STEP, the last candidate is what a sublayer gave added to the running sum, and the mix is
 // normalised:  sum = last + update,  y / rms(y) * norm.
 //
-// blocks [N, M, D], last, update [N, D], weight, norm [D]; y, sum [N, D]. M at most 31, D at least
+// blocks [..., M, D], last, update [..., D], weight, norm [D]; y, sum [..., D]. M at most 31, D at least
 // 8. T: dtype of all but weight and norm. Without STEP last, update and norm are not read, and sum
 // has one element that means nothing. EPS: of both rms. A group takes a token.
 //
@@ -36,7 +36,7 @@ KERNEL {
   SHARED(float, products, 32);
   SHARED(float, outputs, 32);
 
-  const uint M = blocks_shape[1];
+  const uint M = blocks_shape[blocks_ndim - 2];
   const uint candidates = M + STEP;
   CONST_DEVICE T* my_blocks = blocks + GROUP_X * M * D;
   CONST_DEVICE T* my_last = last + GROUP_X * D * STEP;

@@ -16,7 +16,9 @@ INLINE float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
 KERNEL {
   constexpr int MINE = (E + 31) / 32;
   const uint token = GROUP_X * (GROUP_SIZE / 32) + SIMD_GROUP;
-  if (token < uint(logits_shape[0])) {
+  uint tokens = 1;
+  for (int i = 0; i + 1 < logits_ndim; ++i) tokens *= logits_shape[i];
+  if (token < tokens) {
     uint choice[MINE];  // 0: taken, or beyond the experts
     UNROLL
     for (int j = 0; j < MINE; ++j) {
