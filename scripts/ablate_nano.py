@@ -59,7 +59,7 @@ def run(name: str, args: argparse.Namespace) -> list[dict]:
     """Train a variant; its log where it was evaluated."""
     folder = args.out / name.replace(" ", "-").replace(",", "").replace("/", "by")
     start(folder / "start", plain=name == "plain residuals")
-    recipe = TrainConfig.from_file(train_nano.RUN)
+    recipe = TrainConfig.from_file(train_nano.TEXT_RUN)
     config = replace(
         recipe,
         model=folder / "start",

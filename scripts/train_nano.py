@@ -1,10 +1,13 @@
 """Train the model that travels with the package, from nothing to mlx_k3/nano/model.
 
-    python scripts/train_nano.py            # the whole recipe: scripts/nano.toml
-    python scripts/train_nano.py prepare    # only its configuration and vocabulary
-    python scripts/train_nano.py install    # put a finished run in its place
+    python scripts/train_nano.py            # the whole recipe: both parts, then install
+    python scripts/train_nano.py text       # the first part: scripts/nano.toml
+    python scripts/train_nano.py eyes       # the second, pictures: scripts/nano_eyes.toml
+    python scripts/train_nano.py prepare    # only the first part's configuration and vocabulary
+    python scripts/train_nano.py install    # put the finished second part in its place
 
-Twenty minutes on an NVIDIA H200, days on a CPU. A run that was stopped continues.
+Text takes twenty minutes on an NVIDIA H200, days on a CPU. A run that was stopped continues. The
+second part goes on from the first; where that has not been run, from the model in the package.
 """
 
 import json
@@ -13,15 +16,22 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from mlx_k3.config import K3Config
+from mlx_k3.checkpoint.index import INDEX
+from mlx_k3.config import K3Config, VisionConfig
+from mlx_k3.media.processor import FILE as PREPROCESSOR
 from mlx_k3.tasks import training_examples
 from mlx_k3.training.vocabulary import texts, tokenizer_config, train_vocabulary
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NANO = REPOSITORY / "mlx_k3" / "nano"
-RUN = REPOSITORY / "scripts" / "nano.toml"
-# Its nesting and quantization block are the release's; only sizes and ids are replaced.
-CONFIG_TEMPLATE = REPOSITORY / "tests" / "data" / "golden" / "tiny-text" / "config.json"
+TEXT_RUN = REPOSITORY / "scripts" / "nano.toml"
+EYES_RUN = REPOSITORY / "scripts" / "nano_eyes.toml"
+# Their nesting and quantization block are the release's; only sizes and ids are replaced.
+GOLDEN = REPOSITORY / "tests" / "data" / "golden"
+CONFIG_TEMPLATE = GOLDEN / "tiny-text" / "config.json"
+EYES_TEMPLATE = GOLDEN / "tiny-multimodal"
+
+PARTS = ("all", "text", "eyes", "prepare", "install")
 
 RANKS, CONTROL_TOKENS = 1536, 256
 EXAMPLES = 30_000  # that the vocabulary is learned from
@@ -61,6 +71,20 @@ SIZES = {
         "use_full_rank_gate": True,
     },
 }
+# The tower: 3.6 million weights.
+EYES = {
+    "init_pos_emb_height": 8,
+    "init_pos_emb_width": 8,
+    "mm_hidden_size": 192,
+    "qkv_hidden_size": 192,
+    "text_hidden_size": SIZES["hidden_size"],
+    "vt_hidden_size": 192,
+    "vt_intermediate_size": 768,
+    "vt_num_attention_heads": 3,
+    "vt_num_hidden_layers": 6,
+}
+# Whatever is shown becomes at most 112 x 112 pixels, 16 vectors: all that training has.
+PATCHES = {"in_patch_limit": 64, "in_patch_limit_each_frame": 64, "patch_limit_on_one_side": 8}
 
 
 def prepare(folder: Path) -> None:
@@ -76,6 +100,22 @@ def prepare(folder: Path) -> None:
     (folder / "tiktoken.model").write_bytes(train_vocabulary(learned_from, RANKS))
     (folder / "tokenizer_config.json").write_text(tokenizer_config(RANKS, CONTEXT))
     shutil.copy(REPOSITORY / "LICENSE", folder / "LICENSE")
+
+
+def prepare_eyes(folder: Path, text: Path) -> None:
+    """Write what the second part starts from: the model in ``text``, with a tower described."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in text.iterdir():
+        if path.suffix != ".safetensors" and path.name != INDEX:
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((text / "config.json").read_text())
+    template = json.loads((EYES_TEMPLATE / "config.json").read_text())
+    config["vision_config"] = template["vision_config"] | EYES
+    VisionConfig.from_dict(config["vision_config"])
+    write_json(folder / "config.json", config)
+    processing = json.loads((EYES_TEMPLATE / PREPROCESSOR).read_text())
+    processing["media_proc_cfg"] |= PATCHES
+    write_json(folder / PREPROCESSOR, processing)
 
 
 def install(trained: Path) -> None:
@@ -112,22 +152,36 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def main() -> None:
+def train(path: Path) -> Path:
+    """Run the configuration ``path``, prepared first if it is not; returns the trained folder."""
     from mlx_k3.cli.train import progress
     from mlx_k3.training.config import TrainConfig
+    from mlx_k3.training.trainer import Trainer
 
-    config = TrainConfig.from_file(RUN)
-    asked = sys.argv[1:]
-    if asked in ([], ["prepare"]) and not (config.model / "tiktoken.model").exists():
-        prepare(config.model)
-    if not asked:
-        from mlx_k3.training.trainer import Trainer
+    config = TrainConfig.from_file(path)
+    before = config.initialize_from
+    if before is not None and not before.exists():
+        shutil.copytree(NANO / "model", before)
+    if not (config.model / "tiktoken.model").exists():
+        prepare_eyes(config.model, before) if before else prepare(config.model)
+    with progress(config) as report:
+        return Trainer(config).run(report)
 
-        with progress(config) as report:
-            Trainer(config).run(report)
-    if asked in ([], ["install"]):
-        install(config.out / "model")
+
+def main(part: str = "all") -> None:
+    from mlx_k3.training.config import TrainConfig
+
+    if part not in PARTS:
+        sys.exit(f"{part!r} is none of {', '.join(PARTS)}")
+    if part == "prepare":
+        prepare(TrainConfig.from_file(TEXT_RUN).model)
+    if part in ("all", "text"):
+        train(TEXT_RUN)
+    if part in ("all", "eyes"):
+        train(EYES_RUN)
+    if part in ("all", "install"):
+        install(TrainConfig.from_file(EYES_RUN).out / "model")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
