@@ -74,7 +74,12 @@ def encode(vision: Vision, medium: Medium, on_block: Callable[[], None] | None =
     """The vectors of ``medium``, computed: ``[tokens, text hidden]``."""
     tower, grid = vision.vision_tower, medium.grid
     x = tower.encoder(_embedded(tower.patch_embed, medium), grid, on_block)
-    vectors = vision.mm_projector(tower.merged(x, grid))[0]
+    features = tower.merged(x, grid)
+    parts = []
+    for start in range(0, medium.tokens, BLOCK_PATCHES):
+        parts.append(vision.mm_projector(features[:, start : start + BLOCK_PATCHES]))
+        mx.eval(parts[-1])
+    vectors = mx.concatenate(parts, axis=1)[0]
     mx.eval(vectors)
     mx.clear_cache()
     return vectors
