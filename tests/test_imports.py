@@ -36,7 +36,7 @@ ALLOWED = {
     "media": {"config"},
     "nano": {"convert"},
     "tasks": set(),
-    "evaluation": {"tasks", "chat", "models", "config"},
+    "evaluation": {"tasks", "chat", "models", "config", "media"},
     "training": {"loader", "models", "kernels", "config", "chat", "checkpoint", "tasks", "media"}
     | {"convert.tokenizer", "convert.stream"},
     "server": {"loader", "chat", "media", "config"},

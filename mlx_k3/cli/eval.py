@@ -14,6 +14,7 @@ import typer
 
 from ..errors import CheckpointError, K3Error
 from . import loading
+from .terminal import note
 
 if TYPE_CHECKING:
     from ..evaluation.accuracy import Result
@@ -45,6 +46,13 @@ def evaluate(
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="Have everything answered without thinking.")
     ] = False,
+    blind: Annotated[
+        bool,
+        typer.Option(
+            "--blind",
+            help="Ask about pictures and show others: how often it is right without seeing.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, with some of the failures.")
     ] = False,
@@ -61,7 +69,8 @@ def evaluate(
     """Measure a model on tasks with known answers, and on texts.
 
     Items are made anew from the seed, none of them one that the bundled model was trained on.
-    The likeliest answer counts. A text is read in windows of --context tokens.
+    The likeliest answer counts. Tasks about pictures are asked of a model that sees. A text is
+    read in windows of --context tokens.
 
     Examples:
 
@@ -85,6 +94,7 @@ def evaluate(
     with loading.open_model(folder, how) as (network, tokenizer), _progress() as begin:
         if tokenizer is None:
             raise CheckpointError(f"{folder} has no tokenizer; there is nothing to ask it in")
+        families = _askable(network, families, named=bool(task), blind=blind)
         start = time.perf_counter()
         result = None
         if families:
@@ -97,6 +107,7 @@ def evaluate(
                 items=items,
                 max_tokens=max_tokens,
                 thinking=not no_thinking,
+                blind=blind,
             )
         seconds = time.perf_counter() - start
         scores = {
@@ -104,13 +115,31 @@ def evaluate(
             for file, content in texts.items()
         }
     if as_json:
-        facts = {"model": str(folder), "seed": seed, "items": items}
+        facts = {"model": str(folder), "seed": seed, "items": items, "blind": blind}
         print(json.dumps(facts | _data(result, seconds, scores), ensure_ascii=False))
         return
     if result:
         _print_tasks(result, seed, seconds)
     if scores:
         _print_texts(scores)
+
+
+def _askable(network: Any, families: list[str], *, named: bool, blind: bool) -> list[str]:
+    """The families that make sense: those named, or all that fit the model and the purpose.
+
+    Raises:
+        K3Error: ``blind``, and none is about pictures.
+    """
+    from ..evaluation.accuracy import is_about_pictures, sees
+
+    if blind:
+        families = [family for family in families if is_about_pictures(family)]
+        if not families or not sees(network):
+            raise K3Error("--blind acts on tasks about pictures, which need a model that sees")
+    elif families and not named and not sees(network):
+        note("the model reads text only; tasks about pictures are left out")
+        families = [family for family in families if not is_about_pictures(family)]
+    return families
 
 
 def _read(path: Path) -> str:

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from .. import tasks
+from ..chat.attaching import attach
 from ..errors import K3Error, UnsupportedError
 from .batch import Answer, Batch, Prompt, render_prompt
 
@@ -105,7 +106,7 @@ class _Item:
         spoken = [message for message in self.said if message["role"] == "assistant"]
         calls = [call for message in spoken for call in message.get("tool_calls", ())]
         reply = _Reply(spoken[-1]["content"], [call["function"] for call in calls])
-        check = tasks.FAMILIES[self.example.family].check
+        check = tasks.ALL_FAMILIES[self.example.family].check
         return self.finish_reason == "stop" and check(self.example, reply)
 
 
@@ -116,9 +117,19 @@ def known_families(names: Sequence[str]) -> list[str]:
         K3Error: no such family.
     """
     for name in names:
-        if name not in tasks.FAMILIES:
-            raise K3Error(f"no task {name!r}; there are {', '.join(tasks.FAMILIES)}")
-    return list(dict.fromkeys(names or tasks.FAMILIES))
+        if name not in tasks.ALL_FAMILIES:
+            raise K3Error(f"no task {name!r}; there are {', '.join(tasks.ALL_FAMILIES)}")
+    return list(dict.fromkeys(names or tasks.ALL_FAMILIES))
+
+
+def sees(model: Any) -> bool:
+    """Whether ``model`` can be asked about pictures."""
+    return getattr(model, "vision", None) is not None
+
+
+def is_about_pictures(family: str) -> bool:
+    """Whether only a model that sees can be asked the items of ``family``."""
+    return family in tasks.PICTURE_FAMILIES
 
 
 def measure(
@@ -130,6 +141,7 @@ def measure(
     items: int,
     max_tokens: int,
     thinking: bool = True,
+    blind: bool = False,
     at_once: Callable[[int], int] = lambda tokens: 1,
     pass_tokens: int,
     progress: Callable[[], None] = lambda: None,
@@ -137,19 +149,20 @@ def measure(
     """Ask ``items`` held-out items of each family, and answer greedily.
 
     A family's items depend on ``seed`` alone, whatever else is asked. ``thinking`` False leaves
-    the thinking out, True leaves it to the items. ``at_once`` says how many conversations of so
-    many tokens may be answered together, in passes of ``pass_tokens``. ``progress`` is called
-    after each item.
+    the thinking out, True leaves it to the items. With ``blind``, other pictures of the family are
+    shown than those that are asked about: what is right then is chance. ``at_once`` says how many
+    conversations of so many tokens may be answered together, in passes of ``pass_tokens``.
+    ``progress`` is called after each item.
 
     Raises:
-        UnsupportedError: the model has another chat format.
+        UnsupportedError: the model has another chat format, or a family needs one that sees.
     """
     if not tokenizer.speaks_xtml:
         raise UnsupportedError("the tasks are asked in K3's chat format, which is not this model's")
     asked = {
-        (family, i): _Item(example, tasks.asked(example))
+        (family, i): _item(model, example)
         for family in families
-        for i, example in enumerate(_examples(family, seed, items))
+        for i, example in enumerate(_examples(family, seed, items, blind))
     }
     prompts = {name: _prompt(tokenizer, item, thinking) for name, item in asked.items()}
     by_length = sorted(prompts, key=lambda name: len(prompts[name].ids))
@@ -169,9 +182,24 @@ def measure(
     return _result(families, list(asked.values()))
 
 
-def _examples(family: str, seed: int, items: int) -> list[tasks.Example]:
+def _examples(family: str, seed: int, items: int, blind: bool) -> list[tasks.Example]:
     rng = random.Random(f"{seed} {family}")
-    return [tasks.example(family, rng, "held-out") for _ in range(items)]
+    examples = [tasks.example(family, rng, "held-out") for _ in range(items)]
+    return [_with_others(example, rng) for example in examples] if blind else examples
+
+
+def _with_others(example: tasks.Example, rng: random.Random) -> tasks.Example:
+    """The example with pictures of others of its family."""
+    scenes: list[tasks.Scene] = []
+    while len(scenes) < len(tasks.scenes(example)):
+        scenes += tasks.scenes(tasks.example(example.family, rng, "held-out"))
+    return tasks.with_scenes(example, scenes)
+
+
+def _item(model: Any, example: tasks.Example) -> _Item:
+    if sees(model):
+        example = tasks.by_one_who_sees(example)
+    return _Item(example, attach(tasks.asked(tasks.drawn(example)), model))
 
 
 def _prompt(tokenizer: Any, item: _Item, thinking: bool) -> Prompt:
@@ -199,12 +227,19 @@ def _failure(item: _Item) -> Failure:
     expected = item.example.messages[len(item.messages) :]
     return Failure(
         family=item.example.family,
-        prompt=item.messages[-1]["content"],
+        prompt=_as_line(item.messages[-1]["content"]),
         expected=_as_text(expected),
         got=_as_text(item.said),
         reasoning=item.said[-1].get("reasoning_content", ""),
         finish_reason=item.finish_reason,
     )
+
+
+def _as_line(content: str | list[dict[str, Any]]) -> str:
+    """What was asked; pictures as a word."""
+    if isinstance(content, str):
+        return content
+    return " ".join(part.get("text", "[picture]") for part in content)
 
 
 def _as_text(messages: list[dict[str, Any]]) -> str:

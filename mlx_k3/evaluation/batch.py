@@ -6,7 +6,7 @@ cache. Knows nothing of what is asked or which answer is right.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,19 +17,24 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..chat import xtml
+from ..chat.attaching import media_of
+from ..chat.seeing import with_pictures
 from ..chat.tokenizer import only_known_ids
 from ..chat.xtml_parser import ReplyParser
+from ..media.medium import Medium
 
 PROMPTS_AT_ONCE = 16  # prompts that are read together
 PASS_TOKENS = 2048  # of all of them together, in one pass through the model
 
 
 class Prompt(NamedTuple):
-    """A conversation as ids. ``settings`` of them, at the beginning, many prompts share."""
+    """A conversation as ids, those of its ``media`` among them. ``settings`` of them, at the
+    beginning, many prompts share."""
 
     ids: list[int]
     settings: int
     thinking: bool
+    media: Sequence[Medium] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ class _Open:
 def render_prompt(
     tokenizer: TokenizerWrapper, messages: list[dict[str, Any]], **settings: Any
 ) -> Prompt:
-    """The prompt of a conversation; ``settings`` are those of :func:`mlx_k3.chat.xtml.render`.
+    """The prompt of a conversation whose pictures are open; ``settings`` are those of
+    :func:`mlx_k3.chat.xtml.render`.
 
     Raises:
         K3Error: the conversation does not fit the chat format.
@@ -72,7 +78,7 @@ def render_prompt(
     head = xtml.encode(rendered.head, tokenizer)
     rest = [segment for part in (*rendered.messages, rendered.tail) for segment in part]
     ids = head + xtml.encode(rest, tokenizer)
-    return Prompt(ids, len(head), settings.get("thinking", True))
+    return Prompt(ids, len(head), settings.get("thinking", True), media_of(messages))
 
 
 class Batch:
@@ -97,7 +103,7 @@ class Batch:
         pass_tokens: int = PASS_TOKENS,
     ):
         prompts = min(at_once, PROMPTS_AT_ONCE)
-        self._model, self._table = model, tokenizer.table
+        self._model, self._table, self._at_once = model, tokenizer.table, at_once
         self._generator = BatchGenerator(
             model,
             max_tokens=max_tokens,
@@ -127,12 +133,12 @@ class Batch:
 
     def _insert(self) -> None:
         """Hand over who waits, similar lengths beside each other: the longest pads the others."""
-        if not self._waiting:
+        due = self._due()
+        if not due:
             return
-        self._read_settings()
-        waiting = [(name, p, self._already_read(name, p)) for name, p in self._waiting]
+        self._read_settings(due)
+        waiting = [(name, p, self._already_read(name, p)) for name, p in due]
         waiting.sort(key=lambda entry: len(entry[1].ids) - len(entry[2].ids))
-        self._waiting.clear()
         uids = self._generator.insert(
             [p.ids[len(read.ids) :] for _, p, read in waiting],
             caches=[read.cache for _, _, read in waiting],
@@ -141,9 +147,20 @@ class Batch:
             parser = ReplyParser(self._table, "think" if p.thinking else "response")
             self._open[uid] = _Open(name, parser, [])
 
-    def _read_settings(self) -> None:
+    def _due(self) -> list[tuple[Hashable, Prompt]]:
+        """Who need not wait any longer. What a prompt with pictures is read into lies in memory
+        from then on, so those wait until they can be answered."""
+        due: list[tuple[Hashable, Prompt]] = []
+        later = []
+        for entry in self._waiting:
+            is_full = len(self._open) + len(due) >= self._at_once
+            (later if entry[1].media and is_full else due).append(entry)
+        self._waiting = later
+        return due
+
+    def _read_settings(self, waiting: list[tuple[Hashable, Prompt]]) -> None:
         """Read what several of those who wait begin with."""
-        beginnings = Counter(tuple(p.ids[: p.settings]) for _, p in self._waiting if p.settings)
+        beginnings = Counter(tuple(p.ids[: p.settings]) for _, p in waiting if p.settings)
         for ids, count in beginnings.items():
             if count > 1 and ids not in self._settings:
                 cache = self._model.make_cache()
@@ -153,10 +170,21 @@ class Batch:
 
     def _already_read(self, name: Hashable, prompt: Prompt) -> _Read:
         """The most that is in a cache of how ``prompt`` begins. Its last token never is."""
+        if prompt.media:
+            return self._look(prompt)
         before = self._conversations.pop(name, _NOTHING)
         if before.cache is not None and prompt.ids[: len(before.ids)] == before.ids:
             return before
         return self._settings.get(tuple(prompt.ids[: prompt.settings]), _NOTHING)
+
+    def _look(self, prompt: Prompt) -> _Read:
+        """Read a prompt with pictures, for mlx-lm's batches take ids only."""
+        ids, options = with_pictures(self._model, prompt.ids, prompt.media, {})
+        before = options["input_embeddings"][:-1]
+        cache = self._model.make_cache()
+        self._model(ids[None, :-1], cache=cache, input_embeddings=before[None])
+        mx.eval([layer.state for layer in cache])
+        return _Read(prompt.ids[:-1], cache)
 
     def _take(self, response: GenerationBatch.Response) -> Answer | None:
         """One more token; the answer if it was the last."""
