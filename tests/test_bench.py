@@ -195,8 +195,10 @@ def test_bench_without_a_gpu(monkeypatch) -> None:
     assert report.NO_KERNELS in shown.stdout
     rows = [line.split("|") for line in shown.stdout.splitlines() if line.startswith("| situ")]
     assert len(rows) == 3
-    for _, _, kernel, plain, mlx_lm, floor, *_ in rows:
-        assert kernel.strip() == "" and all(x.strip() for x in (plain, mlx_lm, floor))
+    for _, _, kernel, with_python, plain, mlx_lm, floor, *_ in rows:
+        assert kernel.strip() == with_python.strip() == "" and all(
+            x.strip() for x in (plain, mlx_lm, floor)
+        )
     data = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert data["backend"] == "reference" and data["copy_gb_per_s"] > 0
     assert all(r["kernel_us"] is None and r["reference_us"] > 0 for r in data["results"])

@@ -7,8 +7,8 @@ import mlx.core as mx
 
 State = Sequence[mx.array]
 
-CHAIN = 32  # steps that are evaluated at once
-PREFILL_CHAIN = 4
+CHAIN = 128  # steps that are evaluated at once
+PREFILL_CHAIN = 16
 EPS = 1e-5  # of all norms
 # Of the output's scale. Inputs of 16 bits are rounded once more here and there.
 TOLERANCE = {mx.float32: 1e-5, mx.bfloat16: 2e-2}

@@ -27,7 +27,7 @@ from .sizes import Sizes
 
 OURS = "mlx-k3"
 LAYER = 1  # the first with experts
-CHAIN = 16
+CHAIN = 48
 MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 # These stay in float32, as the release has them, and the router's weight, as this package computes.
 FLOAT32 = re.compile(r"A_log|dt_bias|qkv_conv|o_norm|e_score_correction_bias|_res$|mlp\.gate\.")

@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .case import State
+from .case import State, nbytes
 
 ROUNDS = 9
 MOST_SECONDS = 2.0  # for a figure, after the first steps; one chain is always timed
 COPY_BYTES = 1 << 30
+# Of the states of a chain, which may all be in memory; a chain of four is always taken.
+CHAIN_BYTES = 4 << 30
 
 
 class Timing(NamedTuple):
@@ -35,8 +37,13 @@ class Rates(NamedTuple):
 
 
 def timing(step: Callable[..., State], state: State, chain: int, rounds: int = ROUNDS) -> Timing:
-    """The medians over ``rounds`` chains of ``chain`` steps; fewer of both where steps are slow."""
+    """The medians over ``rounds`` chains of ``chain`` steps; fewer of both where steps are slow.
+
+    An evaluation costs some time by itself, which a chain's steps share: the longer, the better.
+    """
     mx.eval(state)
+    fits = CHAIN_BYTES // max(1, nbytes(*state))
+    chain = min(chain, max(4, fits))
     _chain(step, state, 1)  # compiles
     one = _chain(step, state, 1).seconds
     chain = max(1, min(chain, int(MOST_SECONDS / 4 / one)))
