@@ -24,6 +24,7 @@ from mlx_k3.experts.budget import plan_folder
 from mlx_k3.experts.lossy import Levers
 from mlx_k3.loader import assemble
 
+from .conftest import REPOSITORY
 from .support.models import convert_golden
 from .support.offload import (
     NAMES,
@@ -32,9 +33,11 @@ from .support.offload import (
     answer,
     assert_nothing_in_use,
     experts_in,
+    in_memory,
     offloaded,
     prompt,
 )
+from .support.replay import replay
 
 NAME, K = "tiny-text", 4
 PREFILL, DECODE = 300, 1  # tokens of a pass
@@ -54,7 +57,7 @@ def package(packages):
 
 @pytest.fixture(scope="module")
 def resident(package):
-    return assemble(package)
+    return in_memory(package)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +175,7 @@ class TestInterrupts:
             disk.do(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 mx.eval(model(prompt(tokens, seed=6)))
-                time.sleep(5)  # where what is read in vain was the one
+                time.sleep(60)  # where what is read in vain was the one
             disk.do(None)
             right(model)
 
@@ -281,9 +284,8 @@ class TestMemory:
         plan = plan_folder(packages[name], None)
         model, _ = load(packages[name], memory=plan.minimum_bytes)
         assert TOP_K[name] == model.offload.slots
-        assert mx.array_equal(
-            answer(model, prompt(40), 5), answer(assemble(packages[name]), prompt(40), 5)
-        )
+        want = answer(in_memory(packages[name]), prompt(40), 5)
+        assert mx.array_equal(answer(replay(model), prompt(40), 5), want)
         model.offload.close()
 
     def test_a_resize_frees_the_old_arrays_as_it_goes(self, package):
@@ -314,7 +316,8 @@ def test_two_processes_on_one_package(package, resident):
         "import sys, mlx_k3, numpy as np, mlx.core as mx\n"
         "from pathlib import Path\n"
         "from mlx_k3.loader import assemble\n"
-        "model = assemble(Path(sys.argv[1]), slots=5)\n"
+        "from tests.support.replay import replay\n"
+        "model = replay(assemble(Path(sys.argv[1]), slots=5))\n"
         "ids = mx.array(np.array(sys.argv[2].split(',')).astype(int)[None])\n"
         "cache, rows = model.make_cache(), []\n"
         "for _ in range(60):\n"
@@ -328,7 +331,7 @@ def test_two_processes_on_one_package(package, resident):
         ids, out = prompt(70, seed), package.parent / f"logits-{seed}.safetensors"
         text = ",".join(map(str, ids[0].tolist()))
         command = [sys.executable, "-c", script, str(package), text, str(out)]
-        running.append((subprocess.Popen(command), out))
+        running.append((subprocess.Popen(command, cwd=REPOSITORY), out))
         wants.append(answer(resident, ids, 59)[:, 69:])
     for (process, out), want in zip(running, wants, strict=True):
         assert process.wait(timeout=120) == 0
@@ -356,7 +359,7 @@ def test_anything_in_any_order(packages, seed):
     """Prompts, answers, faults, interruptions, resizes and dropped passes, from a seed."""
     rng, disk = random.Random(seed), WatchedDisk()
     name = rng.choice(NAMES)
-    resident = assemble(packages[name])
+    resident = in_memory(packages[name])
     options = {
         "policy": rng.choice(["lru", "lfu"]),
         "prefetch": rng.random() < 0.7,
