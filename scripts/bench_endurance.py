@@ -5,6 +5,7 @@
          time a token at its beginning and at its end
   peak   a random checkpoint far larger than the budget: the process's peak beside the plan
 
+Experts are chosen as the bundled model chose its own while it answered (tests/support/replay.py).
 `peak` writes its checkpoint below the folder and deletes it again. Experts are left where they are
 (--experts reference), so the disk holds them once.
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from make_wide_checkpoint import wide_config
+from recorded_routing import replay
 
 from mlx_k3.checkpoint.synthetic import write_random_release
 from mlx_k3.convert.stream import convert
@@ -84,7 +86,7 @@ def long_answer(tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         write_random_release(Path(scratch) / "release", tiny_config())
         convert(Path(scratch) / "release", Path(scratch) / "package", trunk="bf16")
-        model = assemble(Path(scratch) / "package", slots=40)
+        model = replay(assemble(Path(scratch) / "package", slots=40))
         cache, times, memory = model.make_cache(), [], []
         start = time.perf_counter()
         for _ in generate_step(mx.array([1]), model, max_tokens=tokens, prompt_cache=cache):
@@ -118,6 +120,7 @@ def answer_within(package: Path, memory: str, prompt_tokens: int, new_tokens: in
     plan = plan_load(package, memory)
     start = time.perf_counter()
     model, tokenizer = load(package, memory=memory)
+    replay(model)
     loaded, loaded_peak = time.perf_counter(), peak_rss_bytes()
     ids = np.random.default_rng(0).integers(3, 30000, prompt_tokens).tolist()
     times = []

@@ -5,6 +5,9 @@
     mlx-k3 convert /data/wide /data/wide-mlx --experts reference --trunk bf16
     python scripts/bench_offload.py /data/wide-mlx --slots 192 --prompt 512 --decode 24
 
+Experts are chosen as the bundled model chose its own while it answered (tests/support/replay.py);
+--random-routing leaves that to the checkpoint's random routers, for comparison.
+
 The read floor is a bare reader's: threads that only pread the same experts' bytes, direct, from
 the same files. The arithmetic floor is the same model with all experts resident (--no-resident
 leaves it out where they do not fit). Every measurement starts with the files out of the system's
@@ -21,14 +24,18 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import mlx_k3  # noqa: F401  # isort: skip  # Loads OpenBLAS, before MLX.
 import mlx.core as mx
 import numpy as np
+from recorded_routing import replay, routing
 
 from mlx_k3.checkpoint.extents import ExpertExtents, merge, open_experts
+from mlx_k3.config import K3Config
 from mlx_k3.experts.disk import ALIGNMENT
 from mlx_k3.loader import assemble
+from mlx_k3.models.kimi import Model
 from mlx_k3.version import __version__
 
 THREADS = 8
@@ -43,16 +50,17 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--decode", type=int, default=24, help="tokens")
     parser.add_argument("--no-resident", action="store_true", help="no arithmetic floor")
+    parser.add_argument("--random-routing", action="store_true", help="that of random weights")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
-    experts = open_experts(args.model)
+    experts, k = open_experts(args.model), K3Config.from_file(args.model).num_experts_per_token
     figures, rates = {}, []
     for prefetch in (True, False):
         name = "prefetch" if prefetch else "no prefetch"
         # Before and after each run: a disk's speed drifts.
-        rates.append(bare_reader(experts))
+        rates.append(bare_reader(experts, k))
         figures[name] = offloaded(args, prefetch)
-        rates.append(bare_reader(experts))
+        rates.append(bare_reader(experts, k))
         print(name, json.dumps(figures[name]), f"bare reader {rates[-2:]} GB/s", flush=True)
     figures["bare_reader_gbs"] = rates
     if not args.no_resident:
@@ -64,7 +72,7 @@ def main() -> None:
 
 
 def offloaded(args: argparse.Namespace, prefetch: bool) -> dict[str, float]:
-    model = assemble(args.model, slots=args.slots, prefetch=prefetch)
+    model = opened(args, slots=args.slots, prefetch=prefetch)
     store = model.offload.store
     ids = prompt(model, args.prompt)
     warm_up(model, ids)
@@ -78,7 +86,10 @@ def offloaded(args: argparse.Namespace, prefetch: bool) -> dict[str, float]:
     empty(store)
     drop_caches()
     times, demand, prefetched, stall = [], [], [], []
+    half = args.decode // 2  # the pool has filled by then
     for t in range(args.decode):
+        if t == half:
+            filled = model.offload.usage()
         c = store.counters
         marks = c.demand_bytes, c.prefetch_bytes, c.stall_seconds
         start = time.perf_counter()
@@ -87,7 +98,6 @@ def offloaded(args: argparse.Namespace, prefetch: bool) -> dict[str, float]:
         demand.append(c.demand_bytes - marks[0])
         prefetched.append(c.prefetch_bytes - marks[1])
         stall.append(c.stall_seconds - marks[2])
-    half = args.decode // 2  # the pool has filled by then
     result = {
         "prefill_s": prefill,
         "prefill_bytes": read,
@@ -95,14 +105,14 @@ def offloaded(args: argparse.Namespace, prefetch: bool) -> dict[str, float]:
         "decode_demand_bytes": float(np.mean(demand[half:])),
         "decode_prefetch_bytes": float(np.mean(prefetched[half:])),
         "stall_share": sum(stall[half:]) / sum(times[half:]),
-        "hit_rate": store.counters.hit_rate,
+        "decode_hit_rate": (model.offload.usage() - filled).hit_rate,
     }
     model.offload.close()
     return result
 
 
 def resident(args: argparse.Namespace) -> dict[str, float]:
-    model = assemble(args.model)
+    model = opened(args)
     ids = prompt(model, args.prompt)
     warm_up(model, ids)
     cache, start = model.make_cache(), time.perf_counter()
@@ -113,6 +123,11 @@ def resident(args: argparse.Namespace) -> dict[str, float]:
         mx.eval(model(ids[:, t : t + 1], cache=cache))
         times.append(time.perf_counter() - start)
     return {"prefill_s": prefill, "decode_s": median(times)}
+
+
+def opened(args: argparse.Namespace, **options: Any) -> Model:
+    model = assemble(args.model, **options)
+    return model if args.random_routing else replay(model)
 
 
 def prompt(model, tokens: int) -> mx.array:
@@ -133,13 +148,14 @@ def empty(store) -> None:
     store.resize(slots)
 
 
-def bare_reader(experts: ExpertExtents, count: int = 160) -> float:
-    """GB/s of threads that only read random experts, direct, into memory of their own."""
+def bare_reader(experts: ExpertExtents, k: int, count: int = 160) -> float:
+    """GB/s of threads that only read tokens' experts, direct, into memory of their own."""
     drop_caches()
-    rng = np.random.default_rng(1)
     layers = experts.layers
-    keys = [(int(rng.choice(layers)), 0) for _ in range(count)]
-    keys = [(layer, int(rng.integers(experts.count(layer)))) for layer, _ in keys]
+    tokens = routing(count, len(layers), experts.count(layers[0]), k)
+    called = (zip(layers, token, strict=True) for token in tokens.tolist())
+    keys = dict.fromkeys((layer, e) for token in called for layer, ids in token for e in ids)
+    keys = [*keys][:count]
     runs = [run for key in keys for run in merge(experts.extents(*key))]
     flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0)
     fds = {path: os.open(path, flags) for path in {run.path for run in runs}}
@@ -174,26 +190,23 @@ def report(figures: dict, args: argparse.Namespace) -> None:
     rate = median(figures["bare_reader_gbs"]) * 1e9
     floor = figures.get("resident")
     versions = f"mlx-k3 {__version__}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
-    print(f"\n{mx.default_device()}, {os.cpu_count()} cores; {versions}; {args.slots} slots")
+    how = "random" if args.random_routing else "recorded"
+    print(f"\n{mx.default_device()}, {os.cpu_count()} cores; {versions}; {args.slots} slots; {how}")
     print("bare reader: " + ", ".join(f"{r:.2f}" for r in figures["bare_reader_gbs"]), "GB/s\n")
-    print("| what | time | read | read floor | arithmetic floor | over the higher floor |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| what | time | read | hits | read floor | arithmetic floor | over the higher floor |")
+    print("| --- " * 7 + "|")
     for name in ("prefetch", "no prefetch"):
         row = figures[name]
         decode_bytes = row["decode_demand_bytes"] + row["decode_prefetch_bytes"]
-        for what, seconds, nbytes, key in (
-            (
-                f"prefill of {args.prompt}, {name}",
-                row["prefill_s"],
-                row["prefill_bytes"],
-                "prefill_s",
-            ),
-            (f"a token, {name}", row["decode_s"], decode_bytes, "decode_s"),
+        hits = f"{100 * row['decode_hit_rate']:.0f} %"
+        for what, nbytes, key, found in (
+            (f"prefill of {args.prompt}", row["prefill_bytes"], "prefill_s", ""),
+            ("a token", decode_bytes, "decode_s", hits),
         ):
-            read, compute = nbytes / rate, floor[key] if floor else 0.0
+            seconds, read, compute = row[key], nbytes / rate, floor[key] if floor else 0.0
             print(
-                f"| {what} | {seconds:.3f} s | {nbytes / 1e9:.2f} GB | {read:.3f} s "
-                f"| {compute:.3f} s | {seconds / max(read, compute):.2f} |"
+                f"| {what}, {name} | {seconds:.3f} s | {nbytes / 1e9:.2f} GB | {found} "
+                f"| {read:.3f} s | {compute:.3f} s | {seconds / max(read, compute):.2f} |"
             )
 
 

@@ -12,11 +12,12 @@ Two random checkpoints in the release's format, both much larger than the pool:
 
 Both are converted by `mlx-k3 convert`, and that package once more by `python -m mlx_vlm.moe_offload
 --build PACKAGE --out FOLDER`, mlx-vlm's own step. Everyone then gets the same bytes for experts
-(two working sets by default), the same ids, and the same loop: the prompt up to its logits, then
-one token after the other. mlx-vlm takes 2048 tokens of a prompt at once, its default; mlx-k3 takes
-these all. mlx-vlm runs as it loads itself (bfloat16) and recast to float32, which is what mlx-k3
-does by itself on a CPU; each is a process of its own, in turn, `--rounds` times, and medians are
-taken. Processor time is reported too: on a shared machine it is the steadier figure.
+(two working sets by default), the same ids, the same routing (as the bundled model chose its own
+experts while it answered: tests/support/replay.py), and the same loop: the prompt up to its logits,
+then one token after the other. mlx-vlm takes 2048 tokens of a prompt at once, its default; mlx-k3
+takes these all. mlx-vlm runs as it loads itself (bfloat16) and recast to float32, which is what
+mlx-k3 does by itself on a CPU; each is a process of its own, in turn, `--rounds` times, and medians
+are taken. Processor time is reported too: on a shared machine it is the steadier figure.
 
 The files are out of the system's cache before the prompt and before every decoded token, as they
 are for a model that is many times larger than memory: mlx-vlm's reads go through that cache and
@@ -209,10 +210,12 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def open_ours(job: dict[str, Any]):
     """mlx-k3: how to run it, its caches, and what to say at the end."""
+    from recorded_routing import replay
+
     from mlx_k3.experts import machine
     from mlx_k3.loader import assemble
 
-    model = assemble(Path(job["package"]), slots=job["slots"])
+    model = replay(assemble(Path(job["package"]), slots=job["slots"]))
 
     def report() -> dict[str, Any]:
         return {
@@ -227,6 +230,7 @@ def open_theirs(job: dict[str, Any]):
     """The same of mlx-vlm, with the same bytes for experts."""
     import mlx.core as mx
     from mlx_vlm.utils import load_model
+    from recorded_routing import replay
 
     from mlx_k3.experts import machine
 
@@ -235,7 +239,7 @@ def open_theirs(job: dict[str, Any]):
     if job["peer"].endswith("float32"):
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
-    text = model.language_model
+    text = replay(model.language_model)
 
     def report() -> dict[str, Any]:
         stats = model.moe_offload_store.stats()

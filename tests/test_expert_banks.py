@@ -10,13 +10,13 @@ from mlx_k3.config import K3Config
 from mlx_k3.errors import UnsupportedError
 from mlx_k3.kernels import using
 from mlx_k3.kernels.experts import Packed, mxfp4_experts_reference
-from mlx_k3.loader import assemble, load
+from mlx_k3.loader import load
 from mlx_k3.models.bank import PROJECTIONS, ResidentBank
 
 from .support.measure import relative_error
 from .support.metal import available, on_host
 from .support.models import convert_golden
-from .support.offload import answer, offloaded, prompt
+from .support.offload import answer, in_memory, offloaded, prompt
 from .support.packed import inputs
 
 needs_clang = pytest.mark.skipif(not available(), reason="no clang++ here")
@@ -78,9 +78,9 @@ def packages(golden, tmp_path_factory) -> dict[str, Path]:
 
 
 def test_on_demand_rounds_as_resident_does(packages) -> None:
-    resident = assemble(packages["tiny-text"], activations="mxfp8")
+    resident = in_memory(packages["tiny-text"], activations="mxfp8")
     want = answer(resident, prompt(5), 10)
-    assert not mx.array_equal(answer(assemble(packages["tiny-text"]), prompt(5), 10), want)
+    assert not mx.array_equal(answer(in_memory(packages["tiny-text"]), prompt(5), 10), want)
     with offloaded(packages["tiny-text"], 8, activations="mxfp8") as model:
         assert mx.array_equal(answer(model, prompt(5), 10), want)
 

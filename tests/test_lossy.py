@@ -10,6 +10,7 @@ from mlx_k3.experts.trace import KINDS, read_trace
 from mlx_k3.loader import assemble
 
 from .support.models import convert_golden
+from .support.replay import replay
 
 IDS = np.array([[7, 2, 9, 4]])
 WEIGHTS = np.array([[0.4, 0.1, 0.3, 0.2]], np.float32)
@@ -57,7 +58,7 @@ def test_a_trace_tells_what_was_left_out(golden, tmp_path):
     folder = convert_golden(golden, "tiny-text", tmp_path)
     trace = tmp_path / "run.trace"
     levers = Levers(active_experts=2)
-    model = assemble(folder, slots=16, trace=trace, levers=levers, prefetch=False)
+    model = replay(assemble(folder, slots=16, trace=trace, levers=levers, prefetch=False))
     cache = model.make_cache()
     for token in range(5):
         mx.eval(model(mx.array([[token + 1]]), cache=cache))

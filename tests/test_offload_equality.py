@@ -1,4 +1,7 @@
-"""Experts on demand give what resident experts give, to the bit, whatever happens in between."""
+"""Experts on demand give what resident experts give, to the bit, whatever happens in between.
+
+Both are routed as the bundled model was; test_offload.py has models with routers of their own.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +10,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlx_k3.loader import assemble
-
 from .support.models import convert_golden
-from .support.offload import NAMES, TOP_K, answer, experts_in, offloaded, prompt
+from .support.offload import NAMES, TOP_K, answer, experts_in, in_memory, offloaded, prompt
 
 STEPS = 200
 
@@ -33,7 +34,7 @@ def package(packages):
 
 @pytest.fixture(scope="module")
 def resident(package):
-    return assemble(package)
+    return in_memory(package)
 
 
 @pytest.fixture(scope="module")

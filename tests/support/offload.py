@@ -1,4 +1,7 @@
-"""Golden models with experts on demand, and a disk that counts and fails when it is told to."""
+"""Golden models with experts on demand, and a disk that counts and fails when it is told to.
+
+Their routers choose as the bundled model's did: see :mod:`.replay`.
+"""
 
 import errno
 import os
@@ -15,6 +18,8 @@ from mlx_k3.experts.disk import Disk
 from mlx_k3.experts.reader import ExpertReader
 from mlx_k3.loader import assemble
 from mlx_k3.models.kimi import Model
+
+from .replay import replay
 
 NAMES = ["tiny-text", "tiny-kimi-linear", "tiny-multimodal"]
 TOP_K = {"tiny-text": 4, "tiny-kimi-linear": 2, "tiny-multimodal": 3}
@@ -62,12 +67,17 @@ class WatchedDisk(Disk):
             self._calls, self.before = 0, before
 
 
+def in_memory(folder: Path, **options: Any) -> Model:
+    """The model in ``folder`` with all its experts in memory: what an offloaded one must equal."""
+    return replay(assemble(folder, **options))
+
+
 @contextmanager
 def offloaded(
     folder: Path, slots: int, disk: Disk | None = None, **options: Any
 ) -> Iterator[Model]:
     """The model in ``folder`` with its experts in ``slots`` slots, read through ``disk``."""
-    model = assemble(folder, slots=slots, **options)
+    model = replay(assemble(folder, slots=slots, **options))
     if disk is not None:
         model.offload.store.reader.close()
         # Not directly: then a read is exactly the bytes that were asked for.
