@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..kernels import without_gradients
 from .case import State, nbytes
 
 ROUNDS = 9
@@ -56,8 +57,9 @@ def timing(step: Callable[..., State], state: State, chain: int, rounds: int = R
 
 def _chain(step: Callable[..., State], state: State, chain: int) -> Timing:
     begin = time.perf_counter()
-    for _ in range(chain):
-        state = step(*state)
+    with without_gradients():
+        for _ in range(chain):
+            state = step(*state)
     asked = time.perf_counter()
     mx.eval(state)
     end = time.perf_counter()

@@ -8,6 +8,7 @@ takes another one for a while, to compare.
 from .attention_residual import attention_residual, residual_step
 from .build import backend, using
 from .gated_norm import gated_rms_norm
+from .gradient import without_gradients
 from .host import sigmoid, silu, softmax
 from .kda import kda
 from .kda_reference import kda_log_decay, l2norm
@@ -32,4 +33,5 @@ __all__ = [
     "situ",
     "softmax",
     "using",
+    "without_gradients",
 ]

@@ -14,7 +14,7 @@ from .kda_reference import kda_chunked, kda_step
 
 CHUNK = 32  # tokens solved together by the kernels
 WIDTHS = (32, 64, 128)  # of a head, in the kernels
-SCRATCH_BYTES = 1 << 30  # bound on what passes between the kernels; longer inputs go in segments
+SCRATCH_BYTES = 2 << 30  # bound on what passes between the kernels; longer inputs go in segments
 
 _CHUNKS = Kernel(
     "kda_prefill_chunks",

@@ -5,6 +5,7 @@ from functools import cache
 import mlx.core as mx
 
 from .build import Kernel
+from .gradient import with_vjp
 
 MOST_EXPERTS = 1024
 MOST_CHOSEN = 32
@@ -79,7 +80,6 @@ def _mask_groups(choice: mx.array, n_group: int, topk_group: int) -> mx.array:
 
 @cache
 def _by_kernel(top_k: int, renormalize: bool, scale: float):
-    @mx.custom_function
     def kernel(logits: mx.array, bias: mx.array) -> tuple[mx.array, mx.array]:
         *shape, E = logits.shape
         N = logits.size // E
@@ -94,11 +94,10 @@ def _by_kernel(top_k: int, renormalize: bool, scale: float):
         )
         return indices, weights
 
-    @kernel.vjp
-    def kernel_vjp(primals, cotangents, outputs):
+    def vjp(primals, cotangents, outputs):
         def weights(logits: mx.array) -> mx.array:
             return _weigh(_scores(logits, "sigmoid"), outputs[0], renormalize, scale)
 
         return *mx.vjp(weights, [primals[0]], [cotangents[1]])[1], mx.zeros_like(primals[1])
 
-    return kernel
+    return with_vjp(kernel, vjp)

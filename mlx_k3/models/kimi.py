@@ -13,6 +13,7 @@ from mlx_lm.models.base import create_ssm_mask
 from mlx_lm.models.cache import ArraysCache
 
 from ..config import K3Config
+from ..kernels import without_gradients
 from .blocks import BLOCK_TOKENS, token_blocks
 from .kda import KimiDeltaAttention
 from .latent_cache import LatentCache
@@ -96,9 +97,10 @@ class KimiModel(nn.Module):
         states = (c for layer, c in zip(self.layers, caches, strict=True) if layer.is_kda)
         padding = create_ssm_mask(x, next(states, None))
         stream = ResidualStream(x, self.eps)
-        for layer, layer_cache in zip(self.layers, caches, strict=True):
-            layer(stream, padding, layer_cache)
-        return stream.read(self.get("output_attn_res"), self.norm)
+        with without_gradients(not self.training):
+            for layer, layer_cache in zip(self.layers, caches, strict=True):
+                layer(stream, padding, layer_cache)
+            return stream.read(self.get("output_attn_res"), self.norm)
 
 
 class Model(nn.Module):
