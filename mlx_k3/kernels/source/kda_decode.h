@@ -55,6 +55,7 @@ KERNEL {
   constexpr int SIMDS = GROUP_SIZE / 32;
   constexpr int PARTS = D / 32;  // of D channels, 32 each
   constexpr int PASS = 4 * ROWS * SIMDS, PASSES = D / PASS;
+  constexpr int WIDE = TAPS % 4 == 0 ? 4 : 1;
   const uint head = GROUP_X, row = GROUP_Y;
 
   // Asked for first: nothing else takes as long to arrive.
@@ -86,7 +87,7 @@ KERNEL {
         x[TAPS - 1 + t] = real ? to_float(qkv[(row * N + t) * (3 * HEADS * D) + channel]) : 0.0f;
       }
       UNROLL
-      for (int w = 0; w < TAPS; ++w) taps[w] = to_float(conv_weight[channel * TAPS + w]);
+      for (int w = 0; w < TAPS; w += WIDE) load<WIDE>(taps + w, conv_weight + channel * TAPS + w);
       UNROLL
       for (int t = 0; t < N; ++t) {
         float z = 0.0f;
