@@ -169,7 +169,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     import mlx.core as mx
     import numpy as np
 
-    run, make_cache, report = open_ours(job) if job["peer"] == "mlx-k3" else open_theirs(job)
+    from mlx_k3.experts import machine
+
+    run, make_cache, found = open_ours(job) if job["peer"] == "mlx-k3" else open_theirs(job)
     rng = np.random.default_rng(job["round"])
     ids = mx.array(rng.integers(3, job["vocabulary"], (1, job["tokens"] + job["decode"])))
 
@@ -189,13 +191,14 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     prefill, prefill_cpu = time.perf_counter() - start, time.process_time() - cpu
     prefill_read = read_bytes() - read
 
-    read, seconds, cpu = read_bytes(), [], 0.0
+    read, seconds, cpu, (hits, asked) = read_bytes(), [], 0.0, found()
     for position in range(job["tokens"], job["tokens"] + job["decode"]):
         forget(job)
         start, begun = time.perf_counter(), time.process_time()
         step(ids[:, position : position + 1], cache)
         seconds.append(time.perf_counter() - start)
         cpu += time.process_time() - begun
+    read, hits, asked = read_bytes() - read, found()[0] - hits, found()[1] - asked
     return {
         "device": str(mx.default_device()),
         "prefill_s": prefill,
@@ -203,27 +206,26 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "prefill_read_bytes": prefill_read,
         "decode_s": seconds,
         "decode_cpu_s": cpu,
-        "decode_read_bytes": read_bytes() - read,
-        **report(),
+        "decode_read_bytes": read,
+        "decode_hit_rate": hits / asked,
+        "peak_bytes": machine.peak_rss_bytes(),
     }
 
 
 def open_ours(job: dict[str, Any]):
-    """mlx-k3: how to run it, its caches, and what to say at the end."""
+    """mlx-k3: how to run it, its caches, and what it found in memory of what it asked for."""
     from recorded_routing import replay
 
-    from mlx_k3.experts import machine
     from mlx_k3.loader import assemble
 
     model = replay(assemble(Path(job["package"]), slots=job["slots"]))
 
-    def report() -> dict[str, Any]:
-        return {
-            "peak_bytes": machine.peak_rss_bytes(),
-            "hit_rate": model.offload.store.counters.hit_rate,
-        }
+    def found() -> tuple[int, int]:
+        usage = model.offload.usage()
+        needed = usage.hit_bytes + usage.demand_bytes + usage.used_prefetch_bytes
+        return usage.hit_bytes, needed
 
-    return lambda ids, cache: model(ids, cache=cache), model.make_cache, report
+    return lambda ids, cache: model(ids, cache=cache), model.make_cache, found
 
 
 def open_theirs(job: dict[str, Any]):
@@ -232,8 +234,6 @@ def open_theirs(job: dict[str, Any]):
     from mlx_vlm.utils import load_model
     from recorded_routing import replay
 
-    from mlx_k3.experts import machine
-
     budget_bytes = job["slots"] * job["expert_bytes"]
     model = load_model(Path(job["repacked"]), expert_cache_gb=budget_bytes / 1e9)
     if job["peer"].endswith("float32"):
@@ -241,11 +241,11 @@ def open_theirs(job: dict[str, Any]):
         mx.eval(model.parameters())
     text = replay(model.language_model)
 
-    def report() -> dict[str, Any]:
+    def found() -> tuple[int, int]:
         stats = model.moe_offload_store.stats()
-        return {"peak_bytes": machine.peak_rss_bytes(), "hit_rate": stats["hit_rate"]}
+        return stats["hits"], stats["hits"] + stats["misses"]
 
-    return lambda ids, cache: text(ids, cache=cache).logits, text.make_cache, report
+    return lambda ids, cache: text(ids, cache=cache).logits, text.make_cache, found
 
 
 def disk_rate(job: dict[str, Any], direct: bool) -> float:
@@ -356,7 +356,7 @@ def summary(job: dict[str, Any], peer: str) -> dict[str, float]:
         "decode_s": median(seconds for run in runs for seconds in run["decode_s"]),
         "decode_cpu_s": median(run["decode_cpu_s"] / len(run["decode_s"]) for run in runs),
         "decode_read": median(run["decode_read_bytes"] / len(run["decode_s"]) for run in runs),
-        "hit_rate": median(run["hit_rate"] or 0 for run in runs),
+        "hit_rate": median(run["decode_hit_rate"] for run in runs),
         "peak": median(run["peak_bytes"] for run in runs),
     }
 

@@ -2,7 +2,7 @@
 """How fast experts come from a disk into slots, beside a bare reader and fio on the same files.
 
 Writes files of experts of K3's size (or takes those of an earlier run), then reads them in random
-order, direct, with the same threads and block sizes:
+order, each once, so that no cache can help, direct, with the same threads and block sizes:
 
   reader   the package's reader into the slots of a pool, never fewer tickets than threads
   layer    the same, 16 experts at once, waiting for all: what decoding does

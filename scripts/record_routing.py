@@ -4,11 +4,14 @@
 
 Held-out questions of every family, one after the other, as a person would ask them. Tests and
 benchmarks of experts on demand use this instead of random routing, which is flat and never repeats.
-The array is [tokens, layers, k] uint8: the experts of each generated token, ascending.
+The array is [tokens, layers, k] uint8: the experts of each generated token, ascending. Printed as
+well: how many of the guesses of the next layer's experts came true (RIGHT_GUESSES of
+tests/support/replay.py).
 """
 
 import random
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import mlx_k3  # isort: skip  # Loads OpenBLAS, before MLX.
@@ -30,11 +33,33 @@ def main() -> None:
         file = Path(scratch) / "run.trace"
         memory = plan.minimum_bytes + 32 * plan.slot_bytes
         model, tokenizer = mlx_k3.load(folder, memory=memory, trace=file)
+        right = watch_guesses(model)
         answer(model, tokenizer)
         model.offload.close()
         choices = decode_choices(file)
     np.save(OUT, choices)
-    print(f"{OUT}: {choices.shape}")
+    print(f"{OUT}: {choices.shape}; {np.mean(right):.2f} of the guesses came true")
+
+
+def watch_guesses(model) -> list[float]:
+    """Fills with the share that came true of each guess about a generated token."""
+    right: list[float] = []
+    layers = [model.layers[layer].mlp for layer in model.config.moe_layers]
+    for moe, following in pairwise(layers):
+        guess, route, guessed = moe.look_ahead, following.route, []
+
+        def noted(x, guess=guess, guessed=guessed):
+            guessed[:] = [guess(x)]
+            return guessed[0]
+
+        def compared(x, route=route, guessed=guessed):
+            chosen, weights = route(x)
+            if x.shape[1] == 1:
+                right.append(np.isin(np.array(guessed[0]), np.array(chosen)).mean())
+            return chosen, weights
+
+        moe.look_ahead, following.route = noted, compared
+    return right
 
 
 def answer(model, tokenizer) -> None:

@@ -1,4 +1,8 @@
-"""Replacement policies against plain models of what they promise."""
+"""Replacement policies against plain models of what they promise.
+
+Uses come in recorded order where a policy must tell experts apart by them; else in any order, at
+random, or in the worst one: also what no model would ask for has to be right.
+"""
 
 import random
 import time
@@ -6,6 +10,8 @@ import time
 import pytest
 
 from mlx_k3.experts.policy import LFU, LRU, POLICIES, Policy
+
+from .support.routing import routing
 
 KEYS = [(layer, expert) for layer in range(4) for expert in range(10)]
 
@@ -63,7 +69,14 @@ def test_lfu_against_the_sum_of_aged_uses() -> None:
     """Also with the times of use kept for experts that have left."""
     rng = random.Random(2)
     half_life = 50
-    policy, uses, offered, now = LFU(half_life), {key: [] for key in KEYS}, set(), 0
+    recorded = [
+        (layer, expert)
+        for token in routing(700, 4).tolist()
+        for layer, experts in enumerate(token)
+        for expert in experts
+    ]
+    keys = iter(recorded)
+    policy, uses, offered, now = LFU(half_life), {key: [] for key in recorded}, set(), 0
 
     def worth(key: tuple[int, int]) -> float:
         return sum(2 ** ((then - now) / half_life) for then in uses[key])
@@ -76,7 +89,7 @@ def test_lfu_against_the_sum_of_aged_uses() -> None:
             offered.remove(victim)
             victims += 1
         else:
-            key = KEYS[min(int(rng.expovariate(0.1)), len(KEYS) - 1)]
+            key = next(keys)
             now += 1
             uses[key].append(now)
             policy.used(key, key in offered)

@@ -254,7 +254,10 @@ def test_resizing_is_refused_while_slots_are_in_use() -> None:
 
 @pytest.mark.parametrize("policy", [LRU, LFU])
 def test_no_slot_is_refilled_while_it_is_leased(policy) -> None:
-    """32 threads fill, use and abandon 8 slots; whoever holds a lease sees only its expert."""
+    """32 threads fill, use and abandon 8 slots; whoever holds a lease sees only its expert.
+
+    Experts at random, and three times as many as slots, so that most of them are missing.
+    """
     pool = SlotPool((Piece("w", "U8", (512,)),), 8, policy())
     faults, leased = [], itertools.count()
     start = threading.Barrier(32)

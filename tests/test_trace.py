@@ -1,4 +1,8 @@
-"""Traces: the file, the figures, the simulated pools and the command."""
+"""Traces: the file, the figures, the simulated pools and the command.
+
+Routing is recorded from the bundled model, except where the definition of a figure or a pool is to
+hold for any requests there can be: these are made up by hand or by hypothesis.
+"""
 
 import json
 import os
