@@ -44,14 +44,13 @@ def start_from(model: Model, folder: Path, like: Path) -> None:
         if config.vision_config and model.vision is not None:
             weights |= _tower(package)
         own = dict(tree_flatten(model.parameters()))
-        for key, array in weights.items():
-            if key not in own or own[key].shape != array.shape:
+        needed = {key for key in own if not key.startswith(f"{TOWER}.")} | weights.keys()
+        for key in sorted(needed):
+            if key not in own or key not in weights or own[key].shape != weights[key].shape:
                 raise K3Error(
-                    f"initialize_from: {key} of {folder} does not fit the model in {like}"
+                    f"initialize_from: {folder} is another model than {like} describes: "
+                    f"they differ in {key}"
                 )
-        missing = {key for key in own if not key.startswith(f"{TOWER}.")} - weights.keys()
-        if missing:
-            raise K3Error(f"initialize_from: {folder} has no {min(missing)}, which {like} asks for")
         model.update(tree_unflatten(list(weights.items())))
         mx.eval(model.parameters())  # Before the files they are mapped from are gone.
 
