@@ -1,5 +1,7 @@
 """KDA's layer for a few tokens in one kernel, on the GPU or the host runner, against plain ops."""
 
+import sys
+
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
@@ -32,6 +34,16 @@ def test_decode(dtype, D, bound, T) -> None:
         got = kda_decode(*inputs, lower_bound=bound, eps=1e-5)
     assert_close(got, want, dtype)
     assert mx.array_equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("D, T", [(32, 1), (64, 3), (128, 1), (128, 2)])
+def test_small_groups_compute_the_same(D, T, monkeypatch) -> None:
+    inputs = layer_inputs(2, T, 1, D, mx.bfloat16)
+    with with_kernels():
+        want = kda_decode(*inputs, lower_bound=-5.0, eps=1e-5)
+        monkeypatch.setattr(sys.modules[kda_decode.__module__], "FEW_GROUPS", 0)
+        got = kda_decode(*inputs, lower_bound=-5.0, eps=1e-5)
+    assert all(mx.array_equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("bound", [-5.0, None])
@@ -135,9 +147,11 @@ def test_few_tokens_take_one_kernel(layer, monkeypatch) -> None:
 @pytest.mark.skipif(not cuda.available(), reason="no nvcc here")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T, D, bound, masked", [(1, 128, -5.0, False), (8, 64, None, True)])
-def test_cuda_compiles_decode(dtype, T, D, bound, masked) -> None:
+def test_cuda_compiles_decode(dtype, T, D, bound, masked, monkeypatch) -> None:
     inputs = layer_inputs(1, T, 1, D, dtype)
     mask = mx.ones((1, T), mx.bool_) if masked else None
     with cuda.compiling() as told:
         mx.eval(kda_decode(*inputs, lower_bound=bound, eps=1e-5, mask=mask))
-    assert_no_spills(told, 1)
+        monkeypatch.setattr(sys.modules[kda_decode.__module__], "FEW_GROUPS", 0)
+        mx.eval(kda_decode(*inputs, lower_bound=bound, eps=1e-5, mask=mask))
+    assert_no_spills(told, 2)

@@ -13,6 +13,7 @@ from .kda_conv import L2_EPS, kda_conv_reference
 from .kda_reference import kda_log_decay
 
 MOST_TOKENS = 8
+FEW_GROUPS = 128  # about as many as a large GPU has processors
 
 Results = tuple[mx.array, mx.array, mx.array]
 
@@ -114,7 +115,7 @@ def _fused(
     (B, T, _), H, D = qkv.shape, A_log.size, o_norm.size
     if T > MOST_TOKENS:
         raise ValueError(f"kda_decode takes at most {MOST_TOKENS} tokens, not {T}")
-    threads, rows = _tiling(B, D)
+    threads, rows = _tiling(B * H, D)
     y, conv_state, state = _KERNEL(
         *inputs,
         no_mask() if mask is None else mask,
@@ -145,10 +146,10 @@ def _fused(
     return y, conv_state, state
 
 
-def _tiling(B: int, D: int) -> tuple[int, int]:
+def _tiling(groups: int, D: int) -> tuple[int, int]:
     """Threads of a group, and rows of the state that a lane holds at once.
 
-    One sequence has a group on most of a GPU's processors and all of its state asked for at once.
-    Of several, small groups share a processor: some read while others compute and write.
+    A few groups have a GPU's processors for themselves, and ask for all of their state at once. Of
+    more, small ones share a processor: some read while others compute and write.
     """
-    return (4 * D, 2) if B == 1 else (2 * D, 1)
+    return (4 * D, 2) if groups <= FEW_GROUPS else (2 * D, 1)
