@@ -93,7 +93,7 @@ def offloaded(args: argparse.Namespace, prefetch: bool) -> dict[str, float]:
         c = store.counters
         marks = c.demand_bytes, c.prefetch_bytes, c.stall_seconds
         start = time.perf_counter()
-        mx.eval(model(ids[:, t : t + 1], cache=cache))
+        mx.eval(model(ids[:, t % args.prompt, None], cache=cache))
         times.append(time.perf_counter() - start)
         demand.append(c.demand_bytes - marks[0])
         prefetched.append(c.prefetch_bytes - marks[1])
@@ -120,7 +120,7 @@ def resident(args: argparse.Namespace) -> dict[str, float]:
     prefill, times = time.perf_counter() - start, []
     for t in range(args.decode):
         start = time.perf_counter()
-        mx.eval(model(ids[:, t : t + 1], cache=cache))
+        mx.eval(model(ids[:, t % args.prompt, None], cache=cache))
         times.append(time.perf_counter() - start)
     return {"prefill_s": prefill, "decode_s": median(times)}
 
