@@ -161,6 +161,21 @@ def test_a_model_that_reads_text_only_is_not_asked(
         assert (code, out, err.count("\n")) == (2, "", 1) and says in err
 
 
+def test_without_pillow_text_is_asked(
+    folder: Path, evaluate: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = accuracy.find_spec
+    monkeypatch.setattr(accuracy, "find_spec", lambda name: None if name == "PIL" else find(name))
+    code, out, err = evaluate(folder, "--items", 1, "--max-tokens", 1, "--json")
+    assert code == 0 and list(json.loads(out)["tasks"]) == list(tasks.FAMILIES)
+    assert "Pillow is not installed (mlx-k3[vision]); tasks about pictures are left out" in err
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.delitem(sys.modules, "mlx_k3.tasks.drawing")
+    code, out, err = evaluate(folder, "--items", 1, "--task", "picture_word")
+    assert (code, out) == (2, "")
+    assert err == "mlx-k3: drawing needs Pillow; install mlx-k3[vision]\n"
+
+
 def test_a_model_that_sees_is_asked(folder: Path, evaluate: Callable) -> None:
     options = ("--items", 1, "--max-tokens", 1, "--json")
     code, out, err = evaluate(folder, *options)

@@ -130,14 +130,15 @@ def _askable(network: Any, families: list[str], *, named: bool, blind: bool) -> 
     Raises:
         K3Error: ``blind``, and none is about pictures.
     """
-    from ..evaluation.accuracy import is_about_pictures, sees
+    from ..evaluation.accuracy import is_about_pictures, why_without_pictures
 
+    why = why_without_pictures(network)
     if blind:
         families = [family for family in families if is_about_pictures(family)]
-        if not families or not sees(network):
-            raise K3Error("--blind acts on tasks about pictures, which need a model that sees")
-    elif families and not named and not sees(network):
-        note("the model reads text only; tasks about pictures are left out")
+        if why or not families:
+            raise K3Error(f"--blind acts on tasks about pictures; {why or 'name some of these'}")
+    elif why and families and not named:
+        note(f"{why}; tasks about pictures are left out")
         families = [family for family in families if not is_about_pictures(family)]
     return families
 

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -123,8 +124,15 @@ def known_families(names: Sequence[str]) -> list[str]:
 
 
 def sees(model: Any) -> bool:
-    """Whether ``model`` can be asked about pictures."""
+    """Whether ``model`` has a vision tower."""
     return getattr(model, "vision", None) is not None
+
+
+def why_without_pictures(model: Any) -> str | None:
+    """Why ``model`` cannot be asked about pictures here; None if it can."""
+    if not sees(model):
+        return "the model reads text only"
+    return None if find_spec("PIL") else "Pillow is not installed (mlx-k3[vision])"
 
 
 def is_about_pictures(family: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import dist
 from typing import TYPE_CHECKING
 
+from ..errors import UnsupportedError
 from .font import HEIGHT, text_width
 from .wording import words
 
@@ -115,9 +116,15 @@ class Scene:
         return "\n".join(lines)
 
     def draw(self) -> "Image":
-        """Its pixels, the same each time; needs Pillow."""
-        from .drawing import draw
+        """Its pixels, the same each time.
 
+        Raises:
+            UnsupportedError: Pillow is not installed.
+        """
+        try:
+            from .drawing import draw
+        except ImportError:
+            raise UnsupportedError("drawing needs Pillow; install mlx-k3[vision]") from None
         return draw(self)
 
 
