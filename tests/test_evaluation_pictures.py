@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_k3 import UnsupportedError, load, nano, tasks
+from mlx_k3 import UnsupportedError, load, tasks
 from mlx_k3.chat.attaching import attach
 from mlx_k3.chat.generation import stream_generate
 from mlx_k3.cli import main
@@ -18,6 +18,7 @@ from mlx_k3.evaluation import accuracy
 from mlx_k3.evaluation.accuracy import measure
 from mlx_k3.evaluation.batch import Answer, Batch, render_prompt
 
+from .support.releases import edit_json
 from .support.seeing import seeing_model
 
 pytest.importorskip("PIL")
@@ -37,11 +38,20 @@ def loaded(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def reading(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that reads text only."""
-    out = tmp_path_factory.mktemp("reading") / "model"
-    convert(nano.path(), out, trunk="bf16")
-    return out
+def reading(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reads text only: the same without its tower."""
+    out = tmp_path_factory.mktemp("reading")
+    seeing_model(golden, out)
+    release = out / "release"
+    edit_json(release / "config.json", lambda c: c.update(vision_config=None))
+    is_seen = ("vision_tower.", "mm_projector.")
+    index = json.loads((release / "model.safetensors.index.json").read_text())
+    kept = {n: f for n, f in index["weight_map"].items() if not n.startswith(is_seen)}
+    for file in {*index["weight_map"].values()} - {*kept.values()}:
+        (release / file).unlink()
+    (release / "model.safetensors.index.json").write_text(json.dumps({"weight_map": kept}))
+    convert(release, out / "text", trunk="bf16")
+    return out / "text"
 
 
 @pytest.fixture
