@@ -1,5 +1,6 @@
 """A run's configuration: what it may say, and one line for everything that makes no sense."""
 
+import importlib.util
 import math
 import shutil
 import sys
@@ -10,7 +11,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_k3 import nano
+from mlx_k3.checkpoint.names import vision_tensors
 from mlx_k3.cli import main
+from mlx_k3.config import K3Config
+from mlx_k3.media.processor import Processor
 from mlx_k3.training import checkpoints
 from mlx_k3.training.checkpoints import Saved
 from mlx_k3.training.config import TrainConfig
@@ -59,6 +64,42 @@ def test_the_recipe_of_the_bundled_model_is_one() -> None:
     assert config.balance == "quantile" and config.optimizer == "muon"
 
 
+def test_so_is_that_of_its_eyes_which_goes_on_from_there() -> None:
+    text = TrainConfig.from_file(REPOSITORY / "scripts" / "nano.toml")
+    eyes = TrainConfig.from_file(REPOSITORY / "scripts" / "nano_eyes.toml")
+    assert eyes.initialize_from == text.out / "model" and text.initialize_from is None
+    assert eyes.pictures > 0 == text.pictures and eyes.lengths == text.lengths
+    assert eyes.tower_learning_rate > eyes.learning_rate
+    assert eyes.seed != text.seed  # Other conversations.
+
+
+def test_the_bundled_model_with_eyes_stays_small(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(
+        "train_nano", REPOSITORY / "scripts" / "train_nano.py"
+    )
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.prepare_eyes(tmp_path, nano.path())
+    assert not [*tmp_path.glob("*.safetensors*")]
+    assert (tmp_path / "tiktoken.model").exists()
+    config = K3Config.from_file(tmp_path)
+    tensors = list(vision_tensors(config))
+    vision_bytes = 2 * sum(math.prod(tensor.shape) for tensor in tensors)
+    total_bytes = sum(path.stat().st_size for path in nano.path().iterdir())
+    if K3Config.from_file(nano.path()).vision_config is None:
+        total_bytes += vision_bytes
+    assert vision_bytes > 6e6 and total_bytes < 24e6
+    processor = Processor.from_folder(tmp_path)
+    for width, height in ((112, 112), (4000, 3000), (300, 3000), (113, 5), (1, 1), (200, 200)):
+        size = processor.size(width, height)
+        assert size.rows <= 8 and size.columns <= 8 and size.tokens <= 16
+    # The widths of heads that kernels are made for.
+    assert (
+        config.vision_config["qkv_hidden_size"]
+        == 64 * config.vision_config["vt_num_attention_heads"]
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -88,6 +129,9 @@ WRONG = [
     ("step", 3, "there is no 'step'; there are model, out, steps, "),
     ("muon", {}, "there is no 'muon'"),
     ("steps", 0, "steps is 0; it must be at least 1"),
+    ("pictures", 1.5, "pictures is 1.5; it must be from 0 to 1"),
+    ("tower_learning_rate", -1.0, "tower_learning_rate is -1.0; it must be from 0 to 1"),
+    ("initialize_from", 3, "initialize_from cannot be 3"),
     ("steps", 1.5, "steps cannot be 1.5"),
     ("steps", True, "steps cannot be True"),
     ("steps", "12", "steps cannot be '12'"),

@@ -294,7 +294,7 @@ def run(seeing_start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_stopped_between_steps_it_ends_the_same(
     run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = run(out="straight")
+    model = run(out="straight", steps=3)
     apply, calls = AdamW.apply_single, 0
 
     def interrupted(*arguments: Any) -> Any:
@@ -307,9 +307,9 @@ def test_stopped_between_steps_it_ends_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(AdamW, "apply_single", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(out="stopped")
+            run(out="stopped", steps=3)
     assert not (model.parent.parent / "stopped" / "model").exists()
-    stopped = run(out="stopped")
+    stopped = run(out="stopped", steps=3)
     assert contents(stopped) == contents(model)
     assert without_speed(stopped.parent) == without_speed(model.parent)
 

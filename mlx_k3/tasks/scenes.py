@@ -42,7 +42,7 @@ CELLS = (
 UNIT = 28  # pixels a side that one of the model's vectors covers
 # Rows and columns of vectors, and how often; batches want few kinds.
 _GRIDS = {(1, 1): 1, (2, 2): 4, (2, 3): 1, (3, 2): 1, (2, 4): 1, (3, 3): 4, (3, 4): 4, (4, 3): 2}
-_GRIDS[4, 4] = 8
+_GRIDS |= {(1, 4): 1, (4, 4): 8}
 _BACKGROUNDS = {name: {"white": 8, "black": 5, "grey": 2}.get(name, 1) for name in COLOURS}
 _LEAST_CONTRAST = 120  # between what lies on each other: distance of two colours
 _LEAST_RADIUS = 5
