@@ -251,12 +251,13 @@ def test_places() -> None:
     assert len(relations) == 4 + 9
 
 
-@pytest.mark.parametrize("family", ["picture_digit", "picture_word"])
+@pytest.mark.parametrize("family", ["picture_digit", "picture_number", "picture_word"])
 def test_texts(family: str) -> None:
     for item in made(family):
         [scene] = scenes(item)
         said = re.fullmatch(r"The (?:digit|number|word) is (\w+)\.", answer_of(item))[1]
         assert said == scene.text.text
+        assert (len(said) > 1) == (family != "picture_digit")
         assert item.messages[-1]["reasoning_content"] == f"I read {', '.join(said)}."
 
 

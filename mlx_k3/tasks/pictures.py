@@ -123,8 +123,12 @@ def _two_or_three(rng: random.Random) -> Scene:
     return shapes_scene(rng, rng.choice((2, 2, 3)), apart=True)
 
 
-def _digits(rng: random.Random) -> Scene:
-    return text_scene(rng, str(rng.randrange(10 if rng.random() < 0.6 else 1000)))
+def _digit(rng: random.Random) -> Scene:
+    return text_scene(rng, str(rng.randrange(10)))
+
+
+def _number(rng: random.Random) -> Scene:
+    return text_scene(rng, str(rng.randrange(10, 100 if rng.random() < 0.5 else 1000)))
 
 
 def _word(rng: random.Random) -> Scene:
@@ -136,7 +140,7 @@ def _word(rng: random.Random) -> Scene:
 def _anything(rng: random.Random) -> Scene:
     if rng.random() < 0.8:
         return shapes_scene(rng, rng.randrange(1, 4))
-    return _digits(rng) if rng.random() < 0.5 else _word(rng)
+    return rng.choice((_digit, _number, _word))(rng)
 
 
 def _place(rng: random.Random, scene: Scene) -> Asked | None:
@@ -203,7 +207,8 @@ FAMILIES = (
     _family("picture_shape", 3, _few, questions.shape),
     _family("picture_count", 5, _several, questions.count),
     _family("picture_place", 5, _places, _place),
-    _family("picture_digit", 3, _digits, questions.text),
+    _family("picture_digit", 3, _digit, questions.text),
+    _family("picture_number", 2, _number, questions.text),
     _family("picture_word", 5, _word, questions.text),
     _family("picture_caption", 3, _anything, questions.caption),
     Family("picture_pair", 2, _make_pair, same_text),

@@ -159,10 +159,10 @@ def cell_scene(rng: random.Random) -> Scene:
     """One thing that is clearly in one of nine places."""
     scene = _empty(rng, least=2)
     side = min(scene.width, scene.height)
-    radius = rng.randrange(_LEAST_RADIUS, max(side // 7, _LEAST_RADIUS) + 1)
+    radius = rng.randrange(_LEAST_RADIUS, max(side // 8, _LEAST_RADIUS) + 1)
     place = rng.randrange(9)
     x, y = (
-        round(length * (part + 0.5 + rng.uniform(-0.15, 0.15)) / 3)
+        round(length * (part + 0.5 + rng.uniform(-0.1, 0.1)) / 3)
         for length, part in ((scene.width, place % 3), (scene.height, place // 3))
     )
     colour, rgb = rng.choice(list(_palette(rng, scene.rgb).items()))
