@@ -17,36 +17,43 @@ from .support.metal import available, run, with_kernels
 
 DTYPES = [mx.float32, mx.bfloat16]
 
-# y [16, 16] = a b, from a [16, 32] and b [32, 16] by way of shared memory; z, the same from a as
+# y [16, 16] = a b, from a [16, 64] and b [64, 16] by way of shared memory; z, the same from a as
 # sums hold it, and from b's columns in the order of mma_at.
 BODY = """
-  SHARED(W, columns, 16 * 40);
-  SHARED(W, left, 16 * 40);
-  for (uint i = LANE; i < 512; i += 32) {
-    left[i / 32 * 40 + i % 32] = a[i];
-    columns[i / 32 * 40 + i % 32] = b[mma_at(i / 32, i % 32, 32)];
+  SHARED(W, columns, 16 * 72);
+  SHARED(W, left, 16 * 72);
+  for (uint i = LANE; i < 1024; i += 32) {
+    left[i / 64 * 72 + i % 64] = a[i];
+    columns[i / 64 * 72 + i % 64] = b[mma_at(i / 64, i % 64, 64)];
   }
   SIMD_BARRIER();
   const uint line = mma_row(LANE), column = mma_column(LANE);
   float one[2][4], other[2][4];
   for (uint i = 0; i < 8; ++i) one[i / 4][i % 4] = other[i / 4][i % 4] = 0.0f;
-  for (uint k = 0; k < 32; k += 16) {
+  for (uint k = 0; k < 64; k += 16) {
     Left<W> x;
-    Right<W> w[2];
-    shared_load_left(x, left + k, 40, LANE);
+    Right<W> w;
+    shared_load_left(x, left + k, 72, LANE);
     for (uint j = 0; j < 2; ++j) {
-      shared_load_right(w[j], columns + 8 * j * 40 + k, 40, LANE);
-      multiply(one[j], x, w[j]);
+      shared_load_right(w, columns + 8 * j * 72 + k, 72, LANE);
+      multiply(one[j], x, w);
     }
-    float sums[2][4];
-    for (uint i = 0; i < 8; ++i) {  // whose columns are the rows of mma_swap
-      const uint term = 2 * column + i / 4 * 2 + i % 2;
-      sums[i / 4][i % 4] = to_float(a[(line + i % 4 / 2 * 8) * 32 + k + term]);
+  }
+  for (uint k = 0; k < 64; k += 32) {
+    float sums[4][4];
+    for (uint i = 0; i < 16; ++i) {  // whose columns are the rows of mma_swap
+      const uint term = 8 * (column / 2) + i / 4 * 2 + i % 2;
+      sums[i / 4][i % 4] = to_float(a[(line + i % 4 / 2 * 8) * 64 + k + term]);
     }
-    left_of(x, sums[0], sums[1]);
-    load_rights(w, b + k * 16, LANE);
-    multiply(other[0], x, w[0]);
-    multiply(other[1], x, w[1]);
+    Left<W> x[2];
+    left_of(x[0], sums[0], sums[1]);
+    left_of(x[1], sums[2], sums[3]);
+    for (uint j = 0; j < 2; ++j) {
+      Right<W> w[2];
+      load_rights(w, b + (2 * j + k / 32) * 256, LANE);
+      multiply(other[j], x[0], w[0]);
+      multiply(other[j], x[1], w[1]);
+    }
   }
   for (uint i = 0; i < 8; ++i) {
     const uint at = (line + i % 4 / 2 * 8) * 16 + i / 4 * 8 + column + i % 2;
@@ -109,8 +116,8 @@ def launch(folder: Path, dtype: mx.Dtype, helpers: str = "", needs: tuple[str, .
     """The product's launch, and what it is to give."""
     (folder / "product.h").write_text(f"// A product.\n{helpers}\nKERNEL {{{BODY}}}\n")
     mx.random.seed(0)
-    a, b = (mx.random.normal(shape).astype(dtype) for shape in ((16, 32), (32, 16)))
-    packed = b.T.reshape(2, 8, 2, 4, 4).transpose(2, 1, 3, 0, 4)
+    a, b = (mx.random.normal(shape).astype(dtype) for shape in ((16, 64), (64, 16)))
+    packed = b.T.reshape(2, 8, 2, 32).swapaxes(1, 2)
     kernel = Kernel("product", ("a", "b"), ("y", "z"), needs=needs, folder=folder)
     outputs = (((16, 16), mx.float32),) * 2
     product = Launch(

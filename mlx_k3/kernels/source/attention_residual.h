@@ -5,9 +5,9 @@
 // With STEP, the last candidate is what a sublayer gave added to the running sum, and the mix is
 // normalised:  sum = last + update,  y / rms(y) * norm.
 //
-// blocks [..., M, D], last, update [..., D], weight, norm [D]; y, sum [..., D]. M at most 31, D at least
-// 8. T: dtype of all but weight and norm. Without STEP last, update and norm are not read, and sum
-// has one element that means nothing. EPS: of both rms. A group takes a token.
+// blocks [..., M, D], last, update [..., D], weight, norm [D]; y, sum [..., D]. M at most 31, D at
+// least 8. T: dtype of all but weight and norm. Without STEP last, update and norm are not read and
+// sum has one element that means nothing. EPS: of both rms. A group takes a token.
 //
 // First each simd group reads a part of one candidate, for its score; then all threads read all
 // candidates once more, which are in a cache by then, each thread a few columns.

@@ -2,10 +2,10 @@
 // gated norm of the output, in one launch. The state is read and written once.
 //
 // A group works for one head of one sequence. First its threads take queries, keys, values and
-// gates, a channel each; what they find goes to shared memory. Then 8 lanes share a row of the state
-// and keep it in registers over all tokens: a lane holds D / 8 channels of ROWS rows, and three
-// shuffles end a product over the channels. The rows need not meet until the norm at the end, so
-// that a group may go through them in several passes, which ask for the next pass' rows ahead.
+// gates, a channel each; what they find goes to shared memory. Then 8 lanes share a row of the
+// state and keep it in registers over all tokens: a lane holds D / 8 channels of ROWS rows, and
+// three shuffles end a product over the channels. The rows need not meet until the norm at the end,
+// so that a group may go through them in several passes, which ask for the next pass' rows ahead.
 //
 // qkv [B, N, 3 HEADS D], conv_in [B, TAPS - 1, 3 HEADS D], conv_weight [3 HEADS D, TAPS],
 // a [B, N, HEADS D], A_log [HEADS], dt_bias [HEADS D], b [B, N, HEADS], g [B, N, HEADS D],

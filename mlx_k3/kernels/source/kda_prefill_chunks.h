@@ -113,13 +113,6 @@ KERNEL {
     total.y *= a_[i].y;
   }
   shared_store2(totals + h * D + c, total.x, total.y);
-  {
-    float own[HALF];
-    UNROLL
-    for (int i = 0; i < HALF; ++i) own[i] = q_[i].x * k_[i].x + q_[i].y * k_[i].y;
-    diagonal[THREAD] = lane_sums(own, LANE);  // by half, then by 16 lanes
-  }
-
   const size_t block = (size_t(row) * HEADS + head) * chunks + n;
   DEVICE W* products = qk + block * (C * C);
   for (uint i = THREAD; i < C * C; i += D) {
@@ -194,10 +187,20 @@ KERNEL {
   }
   BARRIER();
 
+  {
+    float own[HALF];
+    UNROLL
+    for (int i = 0; i < HALF; ++i) own[i] = q_[i].x * k_[i].x + q_[i].y * k_[i].y;
+    diagonal[THREAD] = lane_sums(own, LANE);  // by half, then by 16 lanes
+  }
+
   // By channels and tokens now: beta k, decayed since the start; after it the inverse.
   THREADGROUP W* sides = area;
   THREADGROUP W* inverse = area + D * TALL;
+  // Where a thread's first token is; the others' places are as far from there as in the first half.
   const size_t to = block * (C * D);
+  DEVICE W* queries = q_start + to + mma_at(mma_swap(HALF * h), c, D);
+  DEVICE W* ends = k_end + to + mma_at(mma_swap(c), HALF * h, C);
   float2 since = {1.0f, 1.0f}, until = {1.0f, 1.0f};
   if (h == 1) {
     since.x = totals[c];
@@ -214,7 +217,7 @@ KERNEL {
       const uint token = HALF * h + i + e;
       since.x *= a_[i + e].x;
       since.y *= a_[i + e].y;
-      store2(q_start + to + mma_at(mma_swap(token), c, D), q_[i + e].x * since.x,
+      store2(queries + mma_at(mma_swap(i + e), 0, D), q_[i + e].x * since.x,
              q_[i + e].y * since.y);
       x[e] = strengths[token] * k_[i + e].x * since.x;
       y[e] = strengths[token] * k_[i + e].y * since.y;
@@ -224,17 +227,26 @@ KERNEL {
   }
   if (h == 1) store2(decay + block * D + c, since.x, since.y);
   UNROLL
-  for (int i = HALF - 4; i >= 0; i -= 4) {
-    float x[4], y[4];
+  for (int i = HALF - 8; i >= 0; i -= 8) {
+    float x[8], y[8];
     UNROLL
-    for (int e = 3; e >= 0; --e) {
+    for (int e = 7; e >= 0; --e) {
       x[e] = k_[i + e].x * until.x;
       y[e] = k_[i + e].y * until.y;
       until.x *= a_[i + e].x;
       until.y *= a_[i + e].y;
     }
-    store<4>(k_end + to + mma_at(mma_swap(c), HALF * h + i, C), x);
-    store<4>(k_end + to + mma_at(mma_swap(c + 1), HALF * h + i, C), y);
+    store<8>(ends + i, x);
+    store<8>(ends + mma_at(mma_swap(1), i, C), y);
+  }
+  if (SIMD_GROUP == n % SIMDS) invert(inverse, TALL, A, LANE);
+  BARRIER();
+
+  if (THREAD < C) {
+    float sum = 0.0f;
+    const uint own = THREAD / HALF * (D / 2) + THREAD % HALF;
+    for (uint s = 0; s < D / 32; ++s) sum += diagonal[own + s * HALF];
+    products[mma_at(mma_swap(THREAD), THREAD, C)] = from_float<W>(sum);
   }
   float2 v_[HALF];
   UNROLL
@@ -243,20 +255,13 @@ KERNEL {
     const float2 zero = {0.0f, 0.0f};
     v_[i] = real ? load2(v + (start + size_t(i) * (HEADS * D))) : zero;
   }
-  if (THREAD < C) {
-    float sum = 0.0f;
-    const uint own = THREAD / HALF * (D / 2) + THREAD % HALF;
-    for (uint s = 0; s < D / 32; ++s) sum += diagonal[own + s * HALF];
-    products[mma_at(mma_swap(THREAD), THREAD, C)] = from_float<W>(sum);
-  }
-  if (SIMD_GROUP == n % SIMDS) invert(inverse, TALL, A, LANE);
-  BARRIER();
-
   {
-    Left<W> upper, lower[2];
-    shared_load_left(upper, inverse, TALL, LANE);
-    shared_load_left(lower[0], inverse + HALF * TALL, TALL, LANE);
-    shared_load_left(lower[1], inverse + HALF * TALL + HALF, TALL, LANE);
+    DEVICE W* keys = w_k + to + mma_at(line, 32 * SIMD_GROUP + column, D);
+    Left<W> x[4];
+    UNROLL
+    for (int i = 0; i < 4; ++i) {
+      shared_load_left(x[i], inverse + (i / 2 * TALL + i % 2) * HALF, TALL, LANE);
+    }
     UNROLL
     for (int t = 0; t < 4; ++t) {
       const uint channel = 32 * SIMD_GROUP + 8 * t;
@@ -264,12 +269,11 @@ KERNEL {
       shared_load_right(y[0], sides + channel * TALL, TALL, LANE);
       shared_load_right(y[1], sides + channel * TALL + HALF, TALL, LANE);
       float sums[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-      multiply(sums[0], upper, y[0]);
-      multiply(sums[1], lower[0], y[0]);
-      multiply(sums[1], lower[1], y[1]);
+      UNROLL
+      for (int i = 0; i < 4; ++i) multiply(sums[i / 2], x[i], y[i % 2]);
       UNROLL
       for (int e = 0; e < 4; ++e) {
-        DEVICE W* there = w_k + to + mma_at(8 * e + line, channel + column, D);
+        DEVICE W* there = keys + mma_at(8 * e, 8 * t, D);
         store2(there, sums[e / 2][e % 2 * 2], sums[e / 2][e % 2 * 2 + 1]);
       }
     }
@@ -289,11 +293,10 @@ KERNEL {
   }
   BARRIER();
   {
-    Right<W> first_half[4], other[2];
+    Right<W> y[8];
     UNROLL
-    for (int j = 0; j < 4; ++j) {
-      shared_load_right(first_half[j], inverse + 8 * j * TALL, TALL, LANE);
-      if (j >= 2) shared_load_right(other[j - 2], inverse + 8 * j * TALL + HALF, TALL, LANE);
+    for (int i = 0; i < 8; ++i) {
+      shared_load_right(y[i], inverse + (i / 2 * 8 * TALL + i % 2 * HALF), TALL, LANE);
     }
     UNROLL
     for (int m = 0; m < 2; ++m) {
@@ -305,10 +308,7 @@ KERNEL {
       UNROLL
       for (int i = 0; i < 16; ++i) sums[i] = 0.0f;
       UNROLL
-      for (int j = 0; j < 4; ++j) {
-        multiply(sums + 4 * j, x[0], first_half[j]);
-        if (j >= 2) multiply(sums + 4 * j, x[1], other[j - 2]);
-      }
+      for (int i = 0; i < 8; ++i) multiply(sums + i / 2 * 4, x[i % 2], y[i]);
       store<16>(w_v + to + channel * C + 16 * LANE, sums);
     }
   }

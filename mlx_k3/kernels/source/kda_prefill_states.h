@@ -16,24 +16,24 @@
 // 128 threads, or 64 for D = 32.
 
 KERNEL {
-  constexpr int C = 32, BLOCKS = D / 16;
+  constexpr int C = 32, BLOCKS = D / 32;
   const uint head = GROUP_Y, row = GROUP_Z;
   const uint tokens = beta_shape[1], chunks = (tokens + C - 1) / C;
   const size_t of_head = size_t(row) * HEADS + head;
   const uint slice = (GROUP_X * (GROUP_SIZE / 32) + SIMD_GROUP) * 16;  // the first value
   const uint line = mma_row(LANE), column = mma_column(LANE);
 
-  // In sixteens of keys: a lane's four neighbours of a value are in two sums.
-  const size_t state_at = (of_head * D + slice + line) * D + 2 * column;
-  float state[2 * BLOCKS][4];
+  // Of 32 keys of a value, a lane has eight neighbours, in four sums.
+  const size_t state_at = (of_head * D + slice + line) * D + 4 * column;
+  float state[4 * BLOCKS][4];
   UNROLL
   for (int m = 0; m < BLOCKS; ++m) {
     UNROLL
     for (int r = 0; r < 2; ++r) {
-      float x[4];
-      load<4>(x, state_in + (state_at + 8 * r * D + 16 * m));
+      float x[8];
+      load<8>(x, state_in + (state_at + 8 * r * D + 32 * m));
       UNROLL
-      for (int e = 0; e < 4; ++e) state[2 * m + e / 2][2 * r + e % 2] = x[e];
+      for (int i = 0; i < 8; ++i) state[4 * m + i / 2][2 * r + i % 2] = x[i];
     }
   }
 
@@ -61,17 +61,18 @@ KERNEL {
     for (int i = 0; i < 16; ++i) seen[i / 4][i % 4] = output[i / 4][i % 4] = 0.0f;
     UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
-      Left<W> own;
-      left_of(own, state[2 * m], state[2 * m + 1]);
+      Left<W> own[2];
+      left_of(own[0], state[4 * m], state[4 * m + 1]);
+      left_of(own[1], state[4 * m + 2], state[4 * m + 3]);
       UNROLL
-      for (int b = 0; b < 2; ++b) {
+      for (int j = 0; j < 4; ++j) {
         Right<W> x[2];
-        load_rights(x, keys + (b * BLOCKS + m) * 256, LANE);
-        multiply(seen[2 * b], own, x[0]);
-        multiply(seen[2 * b + 1], own, x[1]);
-        load_rights(x, queries + (b * BLOCKS + m) * 256, LANE);
-        multiply(output[2 * b], own, x[0]);
-        multiply(output[2 * b + 1], own, x[1]);
+        load_rights(x, keys + (j * BLOCKS + m) * 256, LANE);
+        multiply(seen[j], own[0], x[0]);
+        multiply(seen[j], own[1], x[1]);
+        load_rights(x, queries + (j * BLOCKS + m) * 256, LANE);
+        multiply(output[j], own[0], x[0]);
+        multiply(output[j], own[1], x[1]);
       }
     }
     load<16>(values, w_v + (chunk * (C * D) + slice * C + 16 * LANE));
@@ -82,31 +83,31 @@ KERNEL {
     left_of(update[1], seen[2], seen[3]);
 
     UNROLL
-    for (int b = 0; b < 3; ++b) {  // of the four blocks of qk one is zero
+    for (int j = 0; j < 4; ++j) {
       Right<W> x[2];
-      load_rights(x, pairs + (b == 0 ? 0 : b + 1) * 256, LANE);
-      multiply(output[b == 0 ? 0 : 2], update[b / 2], x[0]);
-      multiply(output[b == 0 ? 1 : 3], update[b / 2], x[1]);
+      load_rights(x, pairs + j * 256, LANE);
+      multiply(output[j], update[0], x[0]);
+      multiply(output[j], update[1], x[1]);
     }
-    const uint token = n * C + 2 * column;  // the lane's first
+    const uint token = n * C + 4 * column;  // the lane's first
     DEVICE float* to = o + ((size_t(row) * tokens + token) * HEADS + head) * D + slice + line;
     UNROLL
     for (int i = 0; i < 16; ++i) {
-      const uint later = i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
+      const uint later = i / 4 * 2 + i % 2;
       if (token + later < tokens) to[later * (HEADS * D) + i % 4 / 2 * 8] = output[i / 4][i % 4];
     }
     UNROLL
     for (int m = 0; m < BLOCKS; ++m) {
-      const float4 four = load4(decay + (chunk * D + 16 * m + 2 * column));
-      const float factors[4] = {four.x, four.y, four.z, four.w};
+      float factors[8];
+      load<8>(factors, decay + (chunk * D + 32 * m + 4 * column));
       UNROLL
-      for (int i = 0; i < 8; ++i) state[2 * m + i / 4][i % 4] *= factors[i / 4 * 2 + i % 2];
-      UNROLL
-      for (int b = 0; b < 2; ++b) {
+      for (int j = 0; j < 4; ++j) {
         Right<W> x[2];
-        load_rights(x, ends + (m * 2 + b) * 256, LANE);
-        multiply(state[2 * m], update[b], x[0]);
-        multiply(state[2 * m + 1], update[b], x[1]);
+        load_rights(x, ends + (m * 4 + j) * 256, LANE);
+        UNROLL
+        for (int e = 0; e < 4; ++e) state[4 * m + j][e] *= factors[2 * j + e % 2];
+        multiply(state[4 * m + j], update[0], x[0]);
+        multiply(state[4 * m + j], update[1], x[1]);
       }
     }
   }
@@ -115,10 +116,10 @@ KERNEL {
   for (int m = 0; m < BLOCKS; ++m) {
     UNROLL
     for (int r = 0; r < 2; ++r) {
-      float x[4];
+      float x[8];
       UNROLL
-      for (int e = 0; e < 4; ++e) x[e] = state[2 * m + e / 2][2 * r + e % 2];
-      store<4>(state_out + (state_at + 8 * r * D + 16 * m), x);
+      for (int i = 0; i < 8; ++i) x[i] = state[4 * m + i / 2][2 * r + i % 2];
+      store<8>(state_out + (state_at + 8 * r * D + 32 * m), x);
     }
   }
 }

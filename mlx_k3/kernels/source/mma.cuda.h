@@ -126,8 +126,7 @@ INLINE void left_of(LOCAL Left<__nv_bfloat16>& a, const LOCAL float* x, const LO
 }
 
 INLINE uint mma_at(uint row, uint column, uint columns) {
-  return (row / 16 * (columns / 16) + column / 16) * 256 + (row % 8 * 4 + column % 16 / 4) * 8 +
-         row % 16 / 8 * 4 + column % 4;
+  return (row / 8 * (columns / 32) + column / 32) * 256 + row % 8 * 32 + column % 32;
 }
 
 INLINE void load_rights(LOCAL Right<float>* b, const float* block, uint lane) {
@@ -142,6 +141,6 @@ INLINE void load_rights(LOCAL Right<__nv_bfloat16>* b, const __nv_bfloat16* bloc
   b[1].x[1] = words.w;
 }
 
-// The row of a block in which row i is kept, if sums in that order become a left factor: the first
-// and the last two of every four rows lie in different halves.
-INLINE uint mma_swap(uint i) { return i / 16 * 16 + i % 4 / 2 * 8 + i % 16 / 4 * 2 + i % 2; }
+// The row in which row i is kept, if sums in that order become left factors: of every eight rows of
+// 32, each two go to another eight.
+INLINE uint mma_swap(uint i) { return i / 32 * 32 + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2; }

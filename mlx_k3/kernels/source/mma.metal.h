@@ -88,24 +88,24 @@ INLINE void left_of(LOCAL Left<T>& a, const LOCAL float* x, const LOCAL float* y
   }
 }
 
-// Where an element lies in a matrix whose 16 x 16 blocks follow each other, such that load_rights
-// finds all of a lane's in one place.
+// Where an element lies in a matrix whose 8 x 32 blocks follow each other, row by row: load_rights
+// finds all of a lane's in one place, on CUDA.
 INLINE uint mma_at(uint row, uint column, uint columns) {
-  return (row / 16 * (columns / 16) + column / 16) * 256 + (row % 8 * 4 + column % 16 / 4) * 8 +
-         row % 16 / 8 * 4 + column % 4;
+  return (row / 8 * (columns / 32) + column / 32) * 256 + row % 8 * 32 + column % 32;
 }
 
-// Two right factors from such a block, whose rows are their columns: the first and the last 8.
+// Two right factors from such a block, whose rows are their columns: for the two left factors that
+// four sums side by side become.
 template <typename T>
 INLINE void load_rights(LOCAL Right<T>* b, CONST_DEVICE T* block, uint lane) {
   const uint row = mma_row(lane), column = mma_column(lane);
   UNROLL
   for (int i = 0; i < 8; ++i) {
-    const uint at = ((column + i % 2) * 4 + row / 2) * 8 + i / 4 * 4 + i % 4 / 2 * 2 + row % 2;
-    b[i / 4].x[i % 4] = to_float(block[at]);
+    b[i / 4].x[i % 4] =
+        to_float(block[(column + i % 2) * 32 + row / 2 * 8 + i / 2 * 2 + row % 2]);
   }
 }
 
-// The row of a block in which row i is kept, if sums in that order become a left factor: the first
-// and the last two of every four rows lie in different halves.
-INLINE uint mma_swap(uint i) { return i / 16 * 16 + i % 4 / 2 * 8 + i % 16 / 4 * 2 + i % 2; }
+// The row in which row i is kept, if sums in that order become left factors: of every eight rows of
+// 32, each two go to another eight.
+INLINE uint mma_swap(uint i) { return i / 32 * 32 + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2; }
