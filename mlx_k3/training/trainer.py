@@ -40,6 +40,8 @@ from .two_optimizers import TwoOptimizers
 
 HELD_OUT_BATCHES = 8
 SETTLING_BATCHES = 16
+# Batches have several shapes; kept buffers of all of them would fill a GPU.
+CACHE_BYTES = 16 << 30
 
 
 class Trainer:
@@ -79,6 +81,7 @@ class Trainer:
             stream = stack.enter_context(
                 self._stream(folder, config.seed, start=saved.position, workers=config.workers)
             )
+            stack.callback(mx.set_cache_limit, mx.set_cache_limit(CACHE_BYTES))
             # Gradients are those of the plain operations, so that is what a step runs on.
             stack.enter_context(using("reference"))
             state = self._train(saved, stream, held_out, log)
@@ -125,11 +128,10 @@ class Trainer:
                 if step % config.log_every == 0 or last:
                     record = {"step": step, "learning_rate": self._rate(mx.array(step - 1)).item()}
                     record |= {name: value.item() for name, value in metrics._asdict().items()}
+                    mx.clear_cache()
                     if step % config.evaluate_every == 0 or last:
                         record |= self._evaluate(state, held_out)
                     log.write(record)
-                    # Batches have several shapes; kept buffers of all of them would fill a GPU.
-                    mx.clear_cache()
                 if step % config.checkpoint_every == 0 or last:
                     checkpoints.save(folder, self._run, saved)
         except KeyboardInterrupt:
