@@ -363,7 +363,7 @@ KINDS = (
         "meaning",
         {"noun": WORDS},
         _password,
-        ("{noun} means {v}.", "{noun} = {v}", "The word {noun} stands for {v}.", "{noun}: {v}."),
+        ("{noun} means {v}.", "{noun} = {v}.", "The word {noun} stands for {v}.", "{noun}: {v}."),
         "From now on {noun} means {v}.",
         (
             "What does {noun} mean?", "What does {noun} stand for?", "{noun} = ?",
