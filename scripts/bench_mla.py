@@ -36,7 +36,8 @@ from mlx_k3.models.mla import KimiMLAAttention
 from mlx_k3.units import parse_tokens
 
 RANK, NOPE, SHARED, VALUE, HIDDEN = 512, 128, 64, 128, 64
-CHAIN = 16  # steps evaluated at once
+CHAIN = 16  # steps evaluated at once, of layers; each makes their text longer
+ATTENTION_CHAIN = 128
 COPY_BYTES = 1 << 30
 FILL_TOKENS = 8192  # that are put into a cache at once
 
@@ -82,7 +83,8 @@ def measure(tokens: int, heads: int, copied: float, flops: float, how: dict) -> 
         cache.append(*rows)
         theirs.update_and_fetch(*rows)
         mx.eval(cache.state, theirs.state)
-    found = attention(cache, tokens, heads, how)
+    chain = ATTENTION_CHAIN if how["chain"] == CHAIN else how["chain"]
+    found = attention(cache, tokens, heads, how | {"chain": chain})
     moved, products = tokens * (RANK + SHARED) * 2, 2 * heads * tokens * (2 * RANK + SHARED)
     floors = {"copy": moved / copied, "products": products / flops}
     before, x = cache.state, normal(1, 1, HIDDEN)

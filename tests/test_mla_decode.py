@@ -80,11 +80,11 @@ def test_scores_that_rise_and_lie_far_apart(small):
 
 # What is taken out of the kernel, and when it shows.
 FAULTS = {
-    "copies_wait<4>": ("copies_wait<5>", "late copies"),
-    "copies_wait<3>": ("copies_wait<4>", "late copies"),
-    "copies_wait<2>": ("copies_wait<3>", "late copies"),
-    "products_wait<3>": ("products_wait<4>", "late products"),
-    "products_commit();\n    products_wait<0>();": ("products_commit();", "late products"),
+    "flag_wait(tiles.flag(n), n / RING % 2);": ("", "late copies"),
+    "copies_wait();": ("", "late copies"),
+    "products_wait<4>();": ("products_wait<8>();", "late products"),
+    "queries);\n  products_wait<0>();": ("queries);", "late products"),
+    "queries);\n    products_wait<0>();": ("queries);", "late products"),
 }
 
 

@@ -45,8 +45,8 @@ _MERGE = Kernel("mla_merge", inputs=("parts", "about"), outputs=("y",))
 
 
 def shared_bytes(heads: int) -> int:
-    """Memory of a group: queries, parts of tiles, weights, and a few numbers a head."""
-    return 9 * heads * 128 + 13 * 8192 + heads * 128 + 6 * heads * 4
+    """Memory of a group: queries, parts of tiles, weights, a few numbers a head, flags."""
+    return 9 * heads * 128 + 13 * 8192 + heads * 128 + 6 * heads * 4 + 13 * 8
 
 
 @cache
@@ -104,8 +104,10 @@ def mla_decode(q: mx.array, q_latent: mx.array, blocks: Blocks, tokens: int) -> 
     count = 1 << (len(blocks) - 1).bit_length()
     padded = [*blocks, *[blocks[-1]] * (count - len(blocks))]
     groups = min(GROUPS, -(-tokens // TILE_KEYS))
+    # What Python makes, such as an array of a number, costs the device more than a view.
+    place = blocks[0][0].reshape(-1)[:tokens]
     parts, about = _kernel(H, count)(
-        *(q_latent, q, mx.array([tokens, groups], mx.uint32)),
+        *(q_latent, q, place),
         *(latents for latents, _ in padded),
         *(keys for _, keys in padded),
         outputs=[((groups, RANK, H), mx.bfloat16), ((groups, 2, H), mx.float32)],

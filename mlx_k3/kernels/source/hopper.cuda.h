@@ -6,6 +6,7 @@
 
 typedef unsigned long long ulonglong;
 
+#define GROUPS gridDim.x
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 
 INLINE uint shared_address(const void* at) {
@@ -83,12 +84,27 @@ INLINE void copy_unit(uint to, const void* from, bool real) {
 }
 INLINE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all of this thread's but the latest PENDING commits are there, and products may read them
-// after the next barrier.
-template <int PENDING>
-INLINE void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+// Until what this thread committed is there.
+INLINE void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// A flag, 8 bytes of shared memory, is raised by COUNT arrivals, and again by as many more: whoever
+// waits names the parity of the raising, 0 for the first. Products may read what was copied after
+// that, or after a barrier that follows copies_wait; as in NVIDIA's own pipelines of such copies, no
+// fence stands between, which would wait for all copies under way.
+INLINE void flag_make(uint flag, uint count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(flag), "r"(count) : "memory");
+}
+// Arrives by itself once all copies are there that this thread asked for.
+INLINE void flag_arrive_copied(uint flag) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(flag) : "memory");
+}
+INLINE void flag_wait(uint flag, uint parity) {
+  asm volatile(
+      "{\n.reg .pred raised;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 raised, [%0], %1;\n"
+      "@!raised bra again;\n}\n" ::"r"(flag),
+      "r"(parity)
+      : "memory");
 }
 
 // What was written to shared memory before may be read by products after the next barrier.
@@ -101,6 +117,13 @@ INLINE void team_barrier(uint which) {
 
 // The group meets: whether any of it says so.
 INLINE bool any_of_group(bool says) { return __syncthreads_or(says); }
+
+// THREAD, and what follows from it is worked out anew: no register holds it for long.
+INLINE uint thread_anew() {
+  uint thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 
 // Two values, the first in the lower half.
 INLINE uint pair(float low, float high) {

@@ -50,9 +50,9 @@ def _run(launch: Launch, late: tuple[bool, bool]) -> list[mx.array]:
             return metal.run(launch)
     inputs = [np.array(mx.contiguous(x).reshape(-1).view(mx.uint8)) for x in launch.inputs]
     outputs = [np.zeros(int(np.prod(shape)) * d.size, np.uint8) for shape, d in launch.outputs]
-    pointers = (ctypes.c_void_p * len([*inputs, *outputs]))(
-        *(x.ctypes.data for x in (*inputs, *outputs))
-    )
+    shapes = [np.array(x.shape, np.int32) for x in launch.inputs]
+    given = [*inputs, *outputs, *shapes]
+    pointers = (ctypes.c_void_p * len(given))(*(x.ctypes.data for x in given))
     _compiled(_text(launch)).entry(pointers, launch.groups[0], *late)
     return [
         mx.array(data).view(dtype).reshape(shape)
@@ -72,6 +72,9 @@ def _text(launch: Launch) -> str:
     lines.append('extern "C" void entry(void** given, uint groups, bool products, bool copies) {')
     for i, (name, (const, dtype)) in enumerate(zip(names, types, strict=True)):
         lines.append(f"{const}{TYPES[dtype]}* {name} = ({const}{TYPES[dtype]}*)given[{i}];")
+    for i, name in enumerate(launch.kernel.inputs):
+        if f"{name}_shape" in body:
+            lines.append(f"const int* {name}_shape = (const int*)given[{len(names) + i}];")
     lines += [f"constexpr int {name} = {value};" for name, value in launch.template]
     lines += ["machine::run(groups, products, copies, [=] {", body, "});", "}"]
     return "\n".join(lines)

@@ -6,12 +6,15 @@
 #pragma once
 
 #include <cmath>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <pthread.h>
 #include <stdexcept>
 #include <thread>
@@ -32,11 +35,13 @@ struct uint4 {
 #define LANE (machine::place.thread % 32)
 #define SIMD_GROUP (machine::place.thread / 32)
 #define GROUP_X machine::place.group
+#define GROUPS machine::groups
 #define DYNAMIC_SHARED(name) unsigned char* const name = machine::memory
 #define INF INFINITY
 #define BARRIER() machine::all.wait()
 #define SIMD_BARRIER() machine::simds[SIMD_GROUP].wait()
 
+using std::fma;
 using std::max;
 using std::min;
 
@@ -55,6 +60,7 @@ struct Place {
   uint thread, group;
 };
 inline thread_local Place place;
+inline uint groups;
 
 // What a thread asked for and what it has not waited for yet.
 struct Queue {
@@ -80,6 +86,18 @@ struct Queue {
   }
 };
 inline thread_local Queue products, copies;
+
+// Raised by so many arrivals. Those of late copies are carried out by who waits for them.
+struct Flag {
+  uint count, arrived = 0, raised = 0;
+  std::vector<std::function<void()>> late;
+  void arrive() {
+    if (++arrived == count) arrived = 0, ++raised;
+  }
+};
+inline std::map<uint, Flag> flags;
+inline std::mutex flags_mutex;
+inline std::condition_variable flags_changed;
 
 alignas(1024) inline unsigned char memory[SHARED_BYTES];
 inline Barrier all(THREADS), teams[2] = {Barrier(128), Barrier(128)}, simds[8];
@@ -165,11 +183,37 @@ INLINE void copy_unit(uint to, const void* from, bool real) {
   });
 }
 INLINE void copies_commit() { machine::copies.commit(); }
-template <int PENDING>
-INLINE void copies_wait() {
-  machine::copies.wait(PENDING);
+INLINE void copies_wait() { machine::copies.wait(0); }
+
+INLINE void flag_make(uint flag, uint count) {
+  std::lock_guard<std::mutex> lock(machine::flags_mutex);
+  machine::flags[flag] = machine::Flag{count};
+}
+INLINE void flag_arrive_copied(uint flag) {
+  std::lock_guard<std::mutex> lock(machine::flags_mutex);
+  machine::Flag& to = machine::flags.at(flag);
+  if (machine::copies.late) {
+    to.late.push_back([of = std::move(machine::copies.open)] {
+      for (auto& what : of) what();
+    });
+    machine::copies.open.clear();
+  } else {
+    to.arrive();
+  }
+  machine::flags_changed.notify_all();
+}
+INLINE void flag_wait(uint flag, uint parity) {
+  std::unique_lock<std::mutex> lock(machine::flags_mutex);
+  machine::Flag& of = machine::flags.at(flag);
+  machine::flags_changed.wait(lock, [&] {
+    for (auto& what : of.late) what(), of.arrive();
+    of.late.clear();
+    return of.raised % 2 != parity;
+  });
+  machine::flags_changed.notify_all();
 }
 INLINE void show_to_products() {}
+INLINE uint thread_anew() { return THREAD; }
 INLINE void team_barrier(uint which) { machine::teams[which].wait(); }
 
 INLINE bool any_of_group(bool says) {
@@ -211,8 +255,10 @@ INLINE float exp2_(float x) { return std::exp2(x); }
 namespace machine {
 
 template <typename Kernel>
-void run(uint groups, bool late_products, bool late_copies, Kernel kernel) {
+void run(uint count, bool late_products, bool late_copies, Kernel kernel) {
+  groups = count;
   for (uint group = 0; group < groups; ++group) {
+    flags.clear();
     std::memset(memory, 0xff, SHARED_BYTES);  // NaN, until something is written
     std::vector<std::thread> threads;
     for (uint thread = 0; thread < THREADS; ++thread) {
