@@ -151,6 +151,5 @@ def mla_cases(sizes: Sizes) -> Iterator[Case]:
             nbytes(*blocks[0]),
             TOLERANCE[dtype],
             flops=2 * H * T * (2 * rank + shared),
-            chain=PREFILL_CHAIN,
             inputs={"q": q, "latents": blocks[0][0], "keys": blocks[0][1]},
         )
