@@ -119,7 +119,7 @@ def mla_decode(q: mx.array, q_latent: mx.array, blocks: Blocks, tokens: int) -> 
             "BLOCK_ROWS": _block_rows(blocks),
         },
     )
-    return merge(parts, about, q.dtype)[None, :, None]
+    return merge(parts, about, q.dtype)
 
 
 def _block_rows(blocks: Blocks) -> int:
@@ -131,11 +131,11 @@ def _block_rows(blocks: Blocks) -> int:
 
 
 def merge(parts: mx.array, about: mx.array, dtype: mx.Dtype) -> mx.array:
-    """``[H, 512]`` from sums ``[G, 512, H]`` and their exponents and totals ``[G, 2, H]``."""
+    """``[1, H, 1, 512]`` from sums ``[G, 512, H]`` and their exponents and totals ``[G, 2, H]``."""
     H = parts.shape[-1]
     (y,) = _MERGE(
         *(parts, about),
-        outputs=[((H, RANK), dtype)],
+        outputs=[((1, H, 1, RANK), dtype)],
         groups=(2 * H, 1, 1),
         threads=MERGE_THREADS,
         template={"T": dtype, "HEADS": H},

@@ -121,6 +121,9 @@ KERNEL {
                        shared_address(factors + HEADS)};
   if (THREAD < RING) flag_make(tiles.flag(THREAD), 128);
   if (THREAD < HEADS) tops[THREAD] = -INF;
+  BARRIER();  // the flags are made
+  // First some of what comes from far, then the queries, which all groups read.
+  for (uint n = THREAD / 128; n < 4; n += 2) ask<BLOCK_ROWS>(tiles, n);
   for (uint i = THREAD; i < HEADS * PARTS * 8; i += GROUP_SIZE) {
     const uint head = i / (PARTS * 8), part = i / 8 % PARTS, unit = i % 8;
     const __nv_bfloat16* from = part == 0 ? q + (head + 1) * Q_WIDTH - 64
@@ -128,8 +131,7 @@ KERNEL {
     copy_unit(tile_unit(queries + part * QUERY_BYTES, head, unit), from + unit * 8, true);
   }
   copies_commit();
-  BARRIER();  // the flags are made
-  for (uint n = THREAD / 128; n < RING; n += 2) ask<BLOCK_ROWS>(tiles, n);
+  for (uint n = 4 + THREAD / 128; n < RING; n += 2) ask<BLOCK_ROWS>(tiles, n);
   copies_wait();
   BARRIER();
 
