@@ -1,6 +1,7 @@
 """What every test may ask for. Loads OpenBLAS before any test module imports MLX."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 import mlx_k3  # noqa: F401  # Loads OpenBLAS, before any test module imports MLX.
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Ctrl-C is tested; who runs tests in a shell's background has it ignored, by us and our children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Float32 means float32 here: some GPUs would else round what they multiply to TF32.
 os.environ["MLX_ENABLE_TF32"] = "0"

@@ -178,9 +178,9 @@ def needles(family: str, items: int, least: int, tokenizer) -> list[tuple[mx.arr
     """Held-out conversations that ask for a fact from far back, and where the answers stand."""
     rng, found = random.Random(7), []
     while len(found) < items:
-        ids, predicted = tokenize(tasks.example(family, rng, "held-out"), tokenizer)
-        if least <= len(ids) <= 1536:
-            found.append((mx.array(ids)[None], np.flatnonzero(predicted) - 1))
+        tokens = tokenize(tasks.example(family, rng, "held-out"), tokenizer)
+        if least <= len(tokens.ids) <= 1536:
+            found.append((mx.array(tokens.ids)[None], np.flatnonzero(tokens.predicted) - 1))
     return found
 
 

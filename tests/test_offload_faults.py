@@ -175,7 +175,7 @@ class TestInterrupts:
             disk.do(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 mx.eval(model(prompt(tokens, seed=6)))
-                time.sleep(60)  # where what is read in vain was the one
+                time.sleep(20)  # where what is read in vain was the one
             disk.do(None)
             right(model)
 

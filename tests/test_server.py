@@ -199,7 +199,8 @@ def test_sampling_does_what_it_says(client):
     def best(**options: Any) -> str:
         return sample(temperature=2, seed=1, **options)
 
-    assert best() == best() != sample(temperature=2, seed=2)
+    assert best() == best()
+    assert len({sample(temperature=2, seed=seed) for seed in range(12)}) > 1
     assert best(top_p=1e-6) == best(extra_body={"top_k": 1}) == sample(temperature=0)
     assert best(extra_body={"min_p": 1.0}) == sample(temperature=0)
     # A bias of 100 is a ban or a command.

@@ -23,7 +23,7 @@ from mlx_k3.server.queue import BLOCK_TOKENS, GenerationQueue, Job, Left, Readin
 from mlx_k3.server.tool_calls import ToolCallWriter
 from mlx_k3.tasks.toolbox import CALCULATOR, CONVERT
 
-LONG = "The kite is blue. " * 250
+LONG = "The kite is blue. " * 320
 
 
 @pytest.fixture(scope="module")

@@ -208,7 +208,7 @@ def _make_extreme(rng: random.Random) -> Example:
 FAMILIES = (
     Family("copy", 8, _make_copy, same_text),
     Family("reverse", 2.5, _make_reverse, same_text),
-    Family("sort", 6, _make_sort, same_text),
+    Family("sort", 8, _make_sort, same_text),
     Family("sort_long", 3, _make_sort_long, same_text),
     Family("count", 2.5, _make_count, same_text),
     Family("letters", 3.5, _make_letters, same_text),

@@ -279,6 +279,6 @@ def right_calls(example: Example, reply: Reply) -> bool:
 
 
 FAMILIES = (
-    Family("tools", 10, _make_tools, right_calls),
+    Family("tools", 12, _make_tools, right_calls),
     Family("tools_turns", 3, _make_turns, right_calls),
 )
