@@ -12,6 +12,7 @@ import pytest
 from mlx_k3.experts.policy import LFU, LRU, POLICIES, Policy
 
 from .support.routing import routing
+from .test_offload_faults import interrupted_at
 
 KEYS = [(layer, expert) for layer in range(4) for expert in range(10)]
 
@@ -148,3 +149,18 @@ def test_ten_thousand_slots_with_half_of_them_in_use_cost_no_search(policy: Poli
         policy.used((2, expert), False)
         policy.offer((2, expert))
     assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+def test_what_was_cut_short_is_on_offer_again(policy: Policy, line: int) -> None:
+    """Ctrl-C between any two lines of a choice, then every key offered anew, as the pool does."""
+    keys = KEYS[:3]
+    for key in keys:
+        policy.used(key, False)
+        policy.offer(key)
+    with interrupted_at(line):
+        policy.victim()
+    for key in keys:
+        policy.offer(key)
+    assert sorted(policy.victim() for _ in keys) == keys
+    assert policy.victim() is None

@@ -82,20 +82,25 @@ class LFU:
 
     def victim(self) -> Key | None:
         while self._heap:
-            entry = heapq.heappop(self._heap)
-            if self._entry.get(entry[2]) is entry:
+            entry = self._heap[0]
+            on_offer = self._entry.get(entry[2]) is entry
+            # In this order: cut short between the two, the heap has one outdated entry more.
+            if on_offer:
                 del self._entry[entry[2]]
+            heapq.heappop(self._heap)
+            if on_offer:
                 return entry[2]
         return None
 
     def _push(self, key: Key) -> None:
         # Among equals the one offered first leaves.
         entry = (self._score.get(key, -math.inf), self._time, key)
-        self._entry[key] = entry
         heapq.heappush(self._heap, entry)
+        self._entry[key] = entry
         if len(self._heap) > 64 + 2 * len(self._entry):
-            self._heap = list(self._entry.values())
-            heapq.heapify(self._heap)
+            heap = list(self._entry.values())
+            heapq.heapify(heap)
+            self._heap = heap
 
 
 POLICIES: dict[str, type[Policy]] = {"lru": LRU, "lfu": LFU}
