@@ -1,6 +1,6 @@
 """What each part of the recipe does: small runs that differ in one thing, on the same data.
 
-    python scripts/ablate_nano.py runs/ablations --steps 500
+    python scripts/ablate_nano.py runs/ablations
 
 Prints held-out losses at equal steps and the load of the busiest expert, as a table and as JSON in
 the folder. Every run sees the same batches and begins with the same weights.
@@ -18,13 +18,13 @@ from mlx_k3.training.config import TrainConfig
 from mlx_k3.training.trainer import Trainer
 
 SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "num_experts": 16,
     "num_experts_per_token": 2,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 32,
     "routed_expert_hidden_size": 64,
     "q_lora_rank": 64,
 }
@@ -44,8 +44,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder of the runs")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a batch")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
     parser.add_argument("--only", choices=VARIANTS, action="append", help="run this, repeatable")
     args = parser.parse_args()
     results = {}
@@ -66,11 +66,13 @@ def run(name: str, args: argparse.Namespace) -> list[dict]:
         out=folder,
         steps=args.steps,
         tokens_per_batch=args.tokens,
-        lengths=(128, 192, 256),
-        conversations_per_chunk=8192,
-        decay=0.2,
+        lengths=(128, 192),
+        conversations_per_chunk=2048,
+        seed=3,
+        decay=0.0,
+        quantize_from=1.0,
         log_every=max(args.steps // 50, 1),
-        evaluate_every=max(args.steps // 5, 1),
+        evaluate_every=max(args.steps // 3, 1),
         checkpoint_every=args.steps,
         **VARIANTS[name],
     )
@@ -86,7 +88,7 @@ def start(folder: Path, *, plain: bool) -> None:
     config = json.loads(path.read_text())
     text = config["text_config"]
     text |= SIZES
-    text["linear_attn_config"]["num_heads"] = SIZES["num_attention_heads"]
+    text["linear_attn_config"] |= {"num_heads": SIZES["num_attention_heads"], "head_dim": 32}
     if plain:
         del text["attn_res_block_size"]
     path.write_text(json.dumps(config))

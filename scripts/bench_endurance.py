@@ -10,7 +10,7 @@ Experts are chosen as the bundled model chose its own while it answered (tests/s
 (--experts reference), so the disk holds them once.
 
   scripts/bench_endurance.py long --tokens 10000
-  scripts/bench_endurance.py peak --folder /tmp/peak --gigabytes 20 --memory 6GB
+  scripts/bench_endurance.py peak --folder peak --gigabytes 20 --memory 6GB
 """
 
 import argparse

@@ -12,13 +12,14 @@ import pytest
 from .conftest import REPOSITORY
 
 # Any part may import itself and these, which import nothing of the package but each other.
-COMMON = {"errors", "folders", "units", "version"}
+COMMON = {"errors", "files", "folders", "units", "version"}
 ALLOWED = {
     "": {"blas", "config", "chat", "loader"},
     "__main__": {"cli"},
     "blas": set(),
     "config": set(),
     "errors": set(),
+    "files": set(),
     "folders": set(),
     "units": set(),
     "version": set(),
@@ -49,6 +50,7 @@ WITHOUT_MLX = {
     "checkpoint",
     "config",
     "errors",
+    "files",
     "folders",
     "media",
     "nano",

@@ -6,13 +6,13 @@ Knows what a file must look like, not what is in the messages, and no model.
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import K3Error
+from ..files import replace_file
 
 FORMAT = 1
 _NAME = re.compile(r"\w[\w .-]{0,99}")
@@ -27,7 +27,7 @@ def write_saved(path: Path, saved: dict[str, Any]) -> None:
     """
     text = json.dumps({"format": FORMAT, **saved}, ensure_ascii=False, indent=2) + "\n"
     try:
-        _write(path.resolve(), text.encode())
+        replace_file(path.resolve(), text.encode())
     except OSError as e:
         raise K3Error(f"{path}: {e.strerror}") from None
 
@@ -132,15 +132,3 @@ class NamedSessions:
 def is_name(text: str) -> bool:
     """Whether ``text`` is meant as a session's name, not as a file."""
     return "/" not in text and os.sep not in text and not text.endswith(_SUFFIX)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as scratch:
-        try:
-            scratch.write(data)
-            scratch.flush()
-            os.fsync(scratch.fileno())
-            os.replace(scratch.name, path)
-        except BaseException:
-            os.unlink(scratch.name)
-            raise

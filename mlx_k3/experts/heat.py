@@ -5,12 +5,14 @@ A damaged or outdated file counts as none: it is made again.
 """
 
 import hashlib
+import io
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from ..files import replace_file
 
 AGEING = 0.5  # what a use of an earlier run counts, for each run since
 
@@ -67,9 +69,9 @@ class Heat:
             OSError: the file cannot be written.
         """
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as scratch:
-            np.save(scratch, self.counts, allow_pickle=False)
-        os.replace(scratch.name, file)
+        content = io.BytesIO()
+        np.save(content, self.counts, allow_pickle=False)
+        replace_file(file, content.getvalue())
 
 
 def heat_file(cache: Path, model: Path) -> Path:

@@ -5,8 +5,6 @@ wrong with it. Knows nothing of how that was found.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +15,7 @@ from types import MappingProxyType
 import mlx.core as mx
 
 from ..errors import KernelError
+from ..files import replace_file
 from ..folders import cache_folder
 from ..version import __version__
 
@@ -63,11 +62,7 @@ def record(findings: Mapping[str, str]) -> Path:
     known[_key()] = dict(findings)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=file.parent, prefix=".kernels-", delete=False
-        ) as half:
-            json.dump(known, half, indent=1)
-        os.replace(half.name, file)
+        replace_file(file, json.dumps(known, indent=1).encode())
     except OSError as e:
         raise KernelError(
             f"{file}: {e.strerror}; which kernels are right here cannot be kept"
