@@ -11,6 +11,8 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
@@ -144,16 +146,24 @@ def _decode(data: bytes, name: str) -> "Image.Image":
     if not data:
         raise K3Error(f"{name} is empty")
     Image.init()  # Else it may know some formats only.
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # The size is checked below, and files often have quirks.
+    with _damage_as_error(name):
+        try:
             image = Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])
-        _check_size(image.size, name)
-        return _finish(image, name)
-    except UnidentifiedImageError:
-        raise _unknown(data, name) from None
+        except UnidentifiedImageError:
+            raise _unknown(data, name) from None
+    return _finish(image, name)
+
+
+@contextmanager
+def _damage_as_error(name: str) -> Iterator[None]:
+    """For calls of Pillow alone: what its decoders raise becomes one line."""
+    from PIL import Image
+
+    try:
+        # Files often have quirks, and sizes are checked here.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except Image.DecompressionBombError:
         raise K3Error(f"{name} has too many pixels; at most {MAX_PIXELS:,} are read") from None
     except _DAMAGE as e:
@@ -182,13 +192,10 @@ def _finish(image: "Image.Image", name: str) -> "Image.Image":
     from PIL import ImageOps
 
     _check_size(image.size, name)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            image.load()
-            return _to_rgb(ImageOps.exif_transpose(image), name)
-    except _DAMAGE as e:
-        raise K3Error(f"{name} is damaged or cut off: {_one_line(e)}") from None
+    with _damage_as_error(name):
+        image.load()
+        image = ImageOps.exif_transpose(image)
+    return _to_rgb(image, name)
 
 
 def _one_line(error: BaseException) -> str:
