@@ -1,7 +1,6 @@
 """Experts on demand when things go wrong: one clear error, nothing leaked, right again after it."""
 
 import gc
-import linecache
 import os
 import random
 import re
@@ -17,7 +16,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import mlx_k3.experts
 from mlx_k3 import load
 from mlx_k3.errors import BudgetError, CheckpointError, K3Error
 from mlx_k3.experts.budget import plan_folder
@@ -25,6 +23,7 @@ from mlx_k3.experts.lossy import Levers
 from mlx_k3.loader import assemble
 
 from .conftest import REPOSITORY
+from .support.interrupts import interrupted_at
 from .support.models import convert_golden
 from .support.offload import (
     NAMES,
@@ -41,7 +40,6 @@ from .support.replay import replay
 
 NAME, K = "tiny-text", 4
 PREFILL, DECODE = 300, 1  # tokens of a pass
-CODE = Path(mlx_k3.experts.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -226,39 +224,6 @@ class TestInterrupts:
                 assert model.offload.slots == left
                 monkeypatch.setattr(slots, "_allocate", allocate)
                 right(model)
-
-
-class interrupted_at:
-    """Raise KeyboardInterrupt when this thread reaches the ``n``-th line of the experts' code.
-
-    Swallows it. ``lines`` is how many lines were reached.
-    """
-
-    def __init__(self, n: int, without: str = ""):
-        self.lines, self._n, self._without = 0, n, without
-
-    def __enter__(self):
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, kind, error, trace):
-        sys.settrace(None)
-        return kind is KeyboardInterrupt
-
-    def _call(self, frame, event, arg):
-        file = frame.f_code.co_filename
-        inside = file.startswith(str(CODE)) and not file.endswith(self._without or "/")
-        return self._line if inside else None
-
-    def _line(self, frame, event, arg):
-        # Python handles signals after calls and jumps: not where a `with` line is reached again,
-        # before what leaves its block, and not at a `try` line, before what it guards.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not line.startswith(("with ", "try:")):
-            self.lines += 1
-            if self.lines == self._n:
-                raise KeyboardInterrupt
-        return self._line
 
 
 class TestMemory:

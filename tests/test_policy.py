@@ -11,8 +11,8 @@ import pytest
 
 from mlx_k3.experts.policy import LFU, LRU, POLICIES, Policy
 
+from .support.interrupts import interrupted_at
 from .support.routing import routing
-from .test_offload_faults import interrupted_at
 
 KEYS = [(layer, expert) for layer in range(4) for expert in range(10)]
 
